@@ -1,0 +1,1 @@
+"""Distil a large language model into a small one."""

@@ -1,0 +1,1 @@
+"""The maths of distillation: torch only, no configuration, no I/O."""

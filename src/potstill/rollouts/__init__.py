@@ -1,0 +1,1 @@
+"""Where the student's samples come from."""

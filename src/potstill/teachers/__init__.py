@@ -1,0 +1,1 @@
+"""Where a teacher's rows come from."""

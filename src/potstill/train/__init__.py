@@ -1,0 +1,1 @@
+"""The trainer: recipes, batches and the Hugging Face Trainer subclass."""
