@@ -1,0 +1,44 @@
+# Needs make and Python 3.10 or newer; `make demo PYTHON=python3.12` chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+export PIP_NO_COMPILE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo smollm2 test test-slow lint clean
+
+demo: $(VENV)/train.stamp
+	$(VENV)/bin/potstill train recipes/arithmetic.yaml
+
+smollm2: $(VENV)/train.stamp
+	$(PY) scripts/smollm2.py
+	$(VENV)/bin/potstill train recipes/smollm2.yaml
+
+test: $(VENV)/dev.stamp
+	$(PY) -m pytest
+
+test-slow: $(VENV)/dev.stamp
+	$(PY) -m pytest -m slow
+
+lint: $(VENV)/dev.stamp
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV)
+
+# A stamp is touched only after its installation succeeded. It is stale when the requirements change or when the
+# interpreter behind $(PY), a link, is replaced; where that interpreter is gone, make sees no $(PY) and builds anew.
+$(VENV)/train.stamp: pyproject.toml constraints.txt $(PY)
+	$(PY) -m pip install -q -c constraints.txt -e '.[train]'
+	touch $@
+
+# The dev extra contains the train extra.
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(PY)
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $(VENV)/train.stamp $@
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "potstill needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
