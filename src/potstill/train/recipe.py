@@ -1,0 +1,268 @@
+"""Recipes: a whole run as one YAML file, checked to the last key before any model is loaded.
+
+One dataclass per section; `training` holds any field of transformers' TrainingArguments.
+"""
+
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from potstill.train.strict import RecipeError, build, check_known, expect, nearest, parse_yaml
+
+PACKAGED = "potstill:arithmetic"
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+TRAINING_DEFAULTS: dict[str, Any] = {
+    "logging_steps": 10,
+    "logging_first_step": True,
+    "logging_nan_inf_filter": False,  # it would show a NaN loss as the average of the others
+    "save_strategy": "no",  # the model is saved at the end
+    "remove_unused_columns": False,  # the columns are prompts and answers, not arguments of the model
+    "dataloader_pin_memory": False,  # a batch is lists of token ids until the student has completed it
+    "disable_tqdm": True,
+}
+REFUSED_TRAINING = {
+    "use_liger_kernel": "the student's head computes the distillation loss itself",
+    "label_smoothing_factor": "there are no labels to smooth",
+    "torch_compile": "the loss inside the head is a new function at every step, compiled anew at every step",
+    "deepspeed": "start several processes with torchrun (DDP) instead",
+    "fsdp": "start several processes with torchrun (DDP) instead",
+    "push_to_hub": "upload the finished folder with `hf upload` instead",
+    "remove_unused_columns": "it would remove the prompts",
+}
+
+
+@dataclass(frozen=True)
+class Prune:
+    """A copy of the teacher with fewer layers.
+
+    Attributes:
+        layers: how many to keep, evenly spaced from the first to the last; or their indices, counted from 0.
+    """
+
+    layers: int | list[int]
+
+
+@dataclass(frozen=True)
+class Student:
+    """The model to train: exactly one of `model`, `prune` and `config`.
+
+    Attributes:
+        model: hub id or local folder. `student: X` is short for `student: {model: X}`.
+        prune: a depth-pruned copy of the teacher.
+        config: a fresh model, as `model_type` and fields of its transformers configuration; the vocabulary size
+            and the special tokens come from the teacher.
+        dtype: of the weights. float32 together with `training.bf16` is mixed precision.
+    """
+
+    model: str | None = None
+    prune: Prune | None = None
+    config: dict[str, Any] | None = None
+    dtype: DType = "float32"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The model to imitate.
+
+    Attributes:
+        model: hub id, local folder or `potstill:arithmetic`. `teacher: X` is short for `teacher: {model: X}`.
+        dtype: of the weights; "auto" is the one they were saved in.
+    """
+
+    model: str
+    dtype: DType = "auto"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts: JSONL files with a `prompt` or chat `messages` on each line, and optionally an `answer`.
+
+    Attributes:
+        train: file, relative to the recipe, or `potstill:arithmetic`.
+        heldout: the same, for prompts that are never trained on and measured before and after. None: no table.
+        train_rows: use the first so many rows. None: the whole file, or 20,000 generated problems.
+        heldout_rows: use the first so many rows. None: the whole file, or 512 generated problems.
+        answer_regex: group 1 of its last match is the answer. None: the whole text, stripped.
+        max_prompt_tokens: longer prompts are left out, and counted.
+    """
+
+    train: str
+    heldout: str | None = None
+    train_rows: int | None = None
+    heldout_rows: int | None = None
+    answer_regex: str | None = None
+    max_prompt_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Supervised steps on the answers of `data.train`, before the distillation.
+
+    Attributes:
+        steps: optimiser steps; 0 means no warm-up.
+        learning_rate: its peak.
+        batch_size: rows per step and process.
+    """
+
+    steps: int = 0
+    learning_rate: float = 1e-4
+    batch_size: int = 32
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How the student samples. Nothing else shapes the samples, whatever its generation_config says."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The divergence from the teacher's `top_k` tokens at each position, and what becomes of all others."""
+
+    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    tail: Literal["bucket", "drop"] = "bucket"
+    top_k: int = 64
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe.
+
+    Attributes:
+        name: of the file, and by default of the folder under `runs/`.
+        folder: where relative data files are looked for.
+        source: the mapping that it was made from, overrides included.
+    """
+
+    student: Student
+    teacher: Teacher
+    data: Data
+    warmup: Warmup = Warmup()
+    rollout: Rollout = Rollout()
+    loss: Loss = Loss()
+    training: dict[str, Any] = field(default_factory=dict)
+    name: str = "run"
+    folder: Path = Path()
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe; loads no model.
+
+    Args:
+        path: YAML file, or `potstill:arithmetic` for the packaged one.
+        overrides: `section.key=value` with the value in YAML, such as `training.max_steps=5`.
+
+    Raises:
+        RecipeError: the file cannot be read, or a key, type or value is wrong; names the file, the key and,
+            for an unknown key, the nearest known one.
+    """
+    packaged = path == PACKAGED
+    path = Path(__file__).parent.parent / "arithmetic" / "recipe.yaml" if packaged else Path(path)
+    try:
+        source = parse_yaml(path.read_text(encoding="utf-8"))
+        expect(source, dict, "the recipe")
+        for override in overrides:
+            _apply_override(source, override)
+        for section in ("student", "teacher"):  # a text is short for its `model`
+            if isinstance(source.get(section), str):
+                source[section] = {"model": source[section]}
+        name = "arithmetic" if packaged else path.stem
+        recipe = build(Recipe, source, name=name, folder=path.parent, source=source)
+        _check(recipe)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "no UTF-8"
+        raise RecipeError(f"{path}: cannot read the recipe ({reason}); give a YAML file or {PACKAGED}") from None
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    return recipe
+
+
+def _apply_override(source: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    *sections, last = key.split(".")
+    if not equals:
+        raise RecipeError(f"{override!r} is no override; write section.key=value, such as training.max_steps=5")
+    target = source
+    for section in sections:
+        if target.get(section) is None:
+            target[section] = {}
+        target = target[section]
+        expect(target, dict, section)
+    target[last] = parse_yaml(value)
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse the values that types alone do not exclude."""
+    student, data, warmup, rollout = recipe.student, recipe.data, recipe.warmup, recipe.rollout
+    given = [key for key in ("model", "prune", "config") if getattr(student, key) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none of them"
+        raise RecipeError(f"student needs exactly one of model, prune and config; got {got}")
+    for key, value, least in (
+        ("data.train_rows", data.train_rows, 1),
+        ("data.heldout_rows", data.heldout_rows, 1),
+        ("data.max_prompt_tokens", data.max_prompt_tokens, 1),
+        ("warmup.steps", warmup.steps, 0),
+        ("warmup.batch_size", warmup.batch_size, 1),
+        ("rollout.max_new_tokens", rollout.max_new_tokens, 1),
+        ("loss.top_k", recipe.loss.top_k, 1),
+    ):
+        if value is not None and value < least:
+            raise RecipeError(f"{key} is {value}; expected {least} or more")
+    for key, number in (
+        ("warmup.learning_rate", warmup.learning_rate),
+        ("rollout.temperature", rollout.temperature),
+        ("rollout.top_p", rollout.top_p),
+    ):
+        if not 0 < number < float("inf"):
+            raise RecipeError(f"{key} is {number}; expected a number above 0")
+    if rollout.top_p > 1:
+        raise RecipeError(f"rollout.top_p is {rollout.top_p}; expected at most 1, which leaves every token in")
+    if data.answer_regex is not None:
+        try:
+            groups = re.compile(data.answer_regex).groups
+        except re.error as error:
+            raise RecipeError(f"data.answer_regex {data.answer_regex!r} is no regular expression: {error}") from None
+        if groups == 0:
+            raise RecipeError(f"data.answer_regex {data.answer_regex!r} has no group; put (...) around the answer")
+    for key, file in (("data.train", data.train), ("data.heldout", data.heldout)):
+        if file is not None and file != PACKAGED and not (recipe.folder / file).is_file():
+            raise RecipeError(f"{key}: no file {recipe.folder / file}; paths are relative to the recipe's folder")
+    if student.config is not None:
+        _check_student_config(student.config)
+    _check_training(recipe.training)
+
+
+def _check_student_config(config: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise RecipeError(f"student.config.model_type is {model_type!r}; {nearest(model_type, list(CONFIG_MAPPING))}")
+    if taken := sorted(config.keys() & {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}):
+        raise RecipeError(f"student.config.{taken[0]} comes from the teacher; leave it out")
+    # A transformers configuration accepts any key, and a misspelt one would do nothing.
+    config_class = CONFIG_MAPPING[model_type]
+    known = ["model_type", *(spec.name for spec in fields(config_class)), *config_class.attribute_map]
+    for key in config:
+        check_known(key, known, "student.config.")
+
+
+def _check_training(training: dict[str, Any]) -> None:
+    from transformers import TrainingArguments
+
+    hints = typing.get_type_hints(TrainingArguments)
+    hints = {spec.name: hints[spec.name] for spec in fields(TrainingArguments)}
+    for key, value in training.items():
+        check_known(key, hints, "training.")
+        expect(value, hints[key], f"training.{key}")
+        if key in REFUSED_TRAINING and value:
+            raise RecipeError(f"training.{key} is not supported: {REFUSED_TRAINING[key]}")
