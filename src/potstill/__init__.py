@@ -1,1 +1,28 @@
-"""Distil a large language model into a small one."""
+"""Distil a large language model into a small one, with losses that fit in memory."""
+
+from potstill.core.coarse import CoarseLogits, coarse_logits
+from potstill.core.divergences import DIVERGENCES, Divergence
+from potstill.core.head import PotstillHead
+from potstill.core.losses import TAILS, DistillationOutput, topk_distillation_loss
+from potstill.core.teacher import SampledTargets, TeacherTopK
+from potstill.core.tiles import LinearLogits
+from potstill.core.topk import student_topk
+from potstill.core.transform import LogitTransform
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DIVERGENCES",
+    "TAILS",
+    "CoarseLogits",
+    "DistillationOutput",
+    "Divergence",
+    "LinearLogits",
+    "LogitTransform",
+    "PotstillHead",
+    "SampledTargets",
+    "TeacherTopK",
+    "coarse_logits",
+    "student_topk",
+    "topk_distillation_loss",
+]

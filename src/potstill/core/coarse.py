@@ -1,0 +1,296 @@
+"""Coarse logits: at each position K selected logits, and one number for all the others.
+
+    selected_k = z[token_ids_k]        rest = logsumexp of z over every id that is not selected
+
+The softmax of these K + 1 numbers is the model's exact distribution over "one of the K ids, or anything else".
+Every top-k loss is ordinary PyTorch on them, so this file holds the only hand-written gradient:
+
+    dL/dz_j = g_selected_k                        where j = token_ids_k
+    dL/dz_j = g_rest * exp(z_j - rest)            elsewhere
+
+    plus g_rest_mean * exp(z_j - rest) * (1 + z_j - rest_mean) where the entropy is asked for
+
+What it costs. Logits: nothing of size [N, V] is kept but the caller's own tensor, backward allocates the
+gradient and one tile. LinearLogits: no [N, V] at all; backward multiplies again, over vocabulary tiles that hold
+all rows, so that each piece of the weight's gradient is one GEMM (4 GEMMs in all instead of 3).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from potstill.core.checks import check_logits, check_reusable, check_token_ids
+from potstill.core.numerics import INF, compute_dtype, logsumexp
+from potstill.core.tiles import (
+    LinearLogits,
+    TileReader,
+    chunk_bounds,
+    columns_of,
+    multiply,
+    read_as,
+    row_blocks,
+    row_pieces,
+    row_shape,
+    vocab_width,
+)
+from potstill.core.transform import LogitTransform
+
+
+class CoarseLogits(NamedTuple):
+    """The K + 1 numbers of each row, and what follows from them. Differentiable; in nats.
+
+    Shapes: selected [..., K] (-inf in empty slots), rest [...] (-inf where every id is selected), rest_mean
+    [...] (mean of z under the softmax over the rest, 0 where there is none) or None.
+    """
+
+    selected: Tensor
+    rest: Tensor
+    rest_mean: Tensor | None = None
+
+    def flatten(self) -> "CoarseLogits":
+        """The same with the leading dimensions as one."""
+        k = self.selected.shape[-1]
+        mean = None if self.rest_mean is None else self.rest_mean.reshape(-1)
+        return CoarseLogits(self.selected.reshape(self.rest.numel(), k), self.rest.reshape(-1), mean)
+
+    @property
+    def all_log_probs(self) -> Float[Tensor, "... categories"]:
+        """Log-probabilities [..., K + 1] of the ids and, last, of anything else."""
+        return torch.log_softmax(torch.cat([self.selected, self.rest.unsqueeze(-1)], -1), -1)
+
+    @property
+    def log_probs(self) -> Float[Tensor, "... k"]:
+        """log q at the selected ids: softmax over the whole vocabulary, exact."""
+        return self.all_log_probs[..., :-1]
+
+    @property
+    def rest_log_prob(self) -> Float[Tensor, "..."]:
+        """log of the mass outside the selected ids: exact, no `1 - Q`, no epsilon."""
+        return self.all_log_probs[..., -1]
+
+    @property
+    def lse(self) -> Float[Tensor, "..."]:
+        """logsumexp of z over the whole vocabulary."""
+        return logsumexp(torch.cat([self.selected, self.rest.unsqueeze(-1)], -1))
+
+    @property
+    def entropy(self) -> Float[Tensor, "..."]:
+        """Entropy -sum q log q over the whole vocabulary, >= 0.
+
+        Raises:
+            ValueError: if the coarse logits were computed without entropy=True.
+        """
+        if self.rest_mean is None:
+            raise ValueError("entropy was not computed: call coarse_logits(..., entropy=True)")
+        log_probs = self.all_log_probs
+        within_rest = (self.rest - self.rest_mean).masked_fill(self.rest == -INF, 0.0)
+        probs = log_probs.exp()
+        return probs[..., -1] * within_rest - (probs * log_probs.masked_fill(log_probs == -INF, 0.0)).sum(-1)
+
+
+def coarse_logits(
+    logits: Float[Tensor, "... V"] | LinearLogits,
+    token_ids: Integer[Tensor, "... K"],
+    *,
+    temperature: float = 1.0,
+    transform: LogitTransform | None = None,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+    reuse_logits: bool = False,
+    memory: str = "auto",
+    kernel: str = "auto",
+) -> CoarseLogits:
+    """K selected logits and the logsumexp of all others, exactly, chunk by chunk.
+
+    `coarse_logits(LinearLogits(hidden, weight), token_ids).log_probs` is the fused linear + selected
+    log-probabilities: no [N, V] tensor in forward or backward.
+
+    Args:
+        logits: [..., V] in any float dtype and strides, or LinearLogits.
+        token_ids: [..., K] of any integer dtype; -1 is an empty slot (-inf). K may be 0. Ids of one row differ.
+        temperature: divides z after the transform, in float32.
+        transform: the model's own scale, softcap and padded vocabulary.
+        entropy: also compute what `.entropy` needs.
+        chunk_size: an exact upper bound on the rows of any full-width tile; None takes it from a byte budget.
+        reuse_logits: backward writes the gradient into the caller's logits (peak 1 instead of 2 times them).
+            The logits must not be used again: autograd raises if they are.
+        memory: how LinearLogits are differentiated: "recompute" (which "auto" means here).
+        kernel: "auto" or "eager".
+
+    Returns:
+        CoarseLogits in float32 (float64 for float64 inputs).
+
+    Peak extra memory: one tile in forward; in backward one tile and the gradients.
+
+    Raises:
+        TypeError: for logits that are no floating-point tensor, or token_ids that are no integers.
+        ValueError: for rows that do not match, an id outside [-1, V) (on CUDA: an asynchronous assert), or
+            reuse_logits where the logits may not be overwritten.
+    """
+    logits = check_logits(logits)
+    reader = read_as(logits, transform, temperature, chunk_size)
+    if memory not in ("auto", "recompute"):
+        raise ValueError(f"memory must be 'auto' or 'recompute' for coarse_logits, got {memory!r}")
+    if kernel not in ("auto", "eager"):
+        raise ValueError(f"kernel must be 'auto' or 'eager', got {kernel!r}")
+    if reuse_logits:
+        check_reusable(logits)
+    shape = row_shape(logits)
+    check_token_ids(token_ids, shape, vocab_width(logits))
+    ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
+    parts = logits if isinstance(logits, LinearLogits) else (logits,)
+    device = parts[0].device.type
+    with torch.autocast(device, enabled=False):
+        selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
+    return CoarseLogits(
+        selected.reshape(*shape, ids.shape[1]),
+        rest.reshape(shape),
+        rest_mean.reshape(shape) if entropy else None,
+    )
+
+
+def statistics(raw: Tensor, token_ids: Tensor, reader: TileReader, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """selected [N, K], rest [N] and rest_mean [N] (empty without entropy) of raw logits with N rows in all."""
+    n_rows, k = token_ids.shape
+    dtype = compute_dtype(raw.dtype)
+    selected = raw.new_empty((n_rows, k), dtype=dtype)
+    rest = raw.new_empty((n_rows,), dtype=dtype)
+    rest_mean = raw.new_empty((n_rows if entropy else 0,), dtype=dtype)
+    for start, stop, tile in reader.tiles(raw):  # [C, V + 1]
+        columns = columns_of(token_ids[start:stop], 0, reader.width)
+        torch.gather(tile, 1, columns, out=selected[start:stop])
+        tile.scatter_(1, columns, -INF)
+        peak = tile.amax(1, keepdim=True)
+        shift = peak.masked_fill(peak == -INF, 0.0)
+        tile.sub_(shift)
+        if entropy:
+            # exp is 0 at -1e30 as it is at -inf, and 0 * -1e30 is 0.
+            weights = tile.clamp_(min=-1e30).exp()
+            total = weights.sum(1)
+            mean = weights.mul_(tile).sum(1) / total + shift.squeeze(1)
+            nothing = peak.squeeze(1) == -INF
+            rest_mean[start:stop] = mean.masked_fill(nothing, 0.0)
+        else:
+            total = tile.exp_().sum(1)
+        rest[start:stop] = total.log_() + shift.squeeze(1)
+    return selected, rest, rest_mean
+
+
+def join(pieces: Iterable[tuple[Tensor, ...]]) -> Iterable[Tensor]:
+    """Concatenate the rows of pieces, field by field."""
+    fields = list(zip(*pieces, strict=True))
+    return (field[0] if len(field) == 1 else torch.cat(field) for field in fields)
+
+
+def gradient(
+    raw: Tensor,
+    token_ids: Tensor,
+    reader: TileReader,
+    coarse: CoarseLogits,
+    upstream: CoarseLogits,
+    *,
+    out: Tensor,
+    start_id: int = 0,
+    width: int | None = None,
+) -> None:
+    """dL/d raw of the ids start_id <= id < start_id + width, written to `out` (which may be `raw` itself).
+
+    `coarse` holds the numbers of the whole row (selected is not looked at), `upstream` the gradients of selected,
+    rest and rest_mean. Rows whose gradients are all zero get exact zeros, whatever their logits hold.
+    """
+    width = reader.width if width is None else width
+    out_blocks = row_blocks(out)
+    rest, rest_mean = coarse.rest, coarse.rest_mean
+    idle = (upstream.selected == 0).all(1) & (upstream.rest == 0)
+    if rest_mean is not None and upstream.rest_mean is not None:
+        idle &= upstream.rest_mean == 0
+    # Nothing but selected ids: every other column is -inf, and exp(-inf - inf) is the exact zero it needs.
+    rest = rest.masked_fill(rest == -INF, INF)
+    for start, stop, tile in reader.tiles(raw, width):  # [C, width + 1]
+        rows = slice(start, stop)
+        slope = reader.transform.derivative(tile, reader.temperature)
+        tile.sub_(rest[rows, None])  # log of the softmax over the rest
+        if rest_mean is None or upstream.rest_mean is None:
+            tile.exp_().mul_(upstream.rest[rows, None])
+        else:
+            weights = tile.clamp_(min=-1e30).exp()
+            centre = (1.0 + rest[rows] - rest_mean[rows]).masked_fill(rest[rows] == INF, 0.0)
+            tile.add_(centre[:, None]).mul_(upstream.rest_mean[rows, None]).add_(upstream.rest[rows, None])
+            tile.mul_(weights)
+        columns = columns_of(token_ids[rows], start_id, start_id + width)
+        tile.scatter_(1, columns, upstream.selected[rows])
+        if not (isinstance(slope, float) and slope == 1.0):
+            tile.mul_(slope)
+        tile.masked_fill_(idle[rows, None], 0.0)
+        for rows_of_tile, block in row_pieces(out_blocks, start, stop):
+            block[:, :width].copy_(tile[rows_of_tile, :width])
+            block[:, width:].zero_()
+
+
+def linear_gradients(
+    linear: LinearLogits,
+    token_ids: Tensor,
+    reader: TileReader,
+    coarse: CoarseLogits,
+    upstream: CoarseLogits,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias by multiplying again, over vocabulary tiles that hold every row."""
+    shape = linear.hidden.shape
+    hidden = linear.hidden.reshape(-1, shape[-1])
+    linear = LinearLogits(hidden, *linear[1:])
+    n_rows = hidden.shape[0]
+    d_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype)) if needs[0] else None
+    d_weight = torch.zeros_like(linear.weight) if needs[1] else None
+    d_bias = torch.zeros_like(linear.bias) if linear.bias is not None and needs[2] else None
+    tile_width = max(1, reader.product_rows(linear) * reader.width // max(n_rows, 1))
+    buffer = hidden.new_empty(n_rows * min(tile_width, reader.width))
+    for start, stop in chunk_bounds(reader.width, tile_width):
+        product = buffer[: n_rows * (stop - start)].view(n_rows, stop - start)  # [N, v]
+        multiply(linear, start, stop, out=product)
+        gradient(product, token_ids, reader, coarse, upstream, out=product, start_id=start, width=stop - start)
+        if d_hidden is not None:
+            d_hidden += product @ linear.weight[start:stop]
+        if d_weight is not None:
+            torch.mm(product.t(), hidden, out=d_weight[start:stop])
+        if d_bias is not None:
+            d_bias[start:stop] = product.sum(0, dtype=compute_dtype(product.dtype))
+    if d_hidden is not None:
+        d_hidden = d_hidden.to(hidden.dtype).reshape(shape)
+    return d_hidden, d_weight, d_bias
+
+
+class _Coarse(torch.autograd.Function):
+    """Wires `statistics` to `gradient` and `linear_gradients`; the maths is in those."""
+
+    @staticmethod
+    def forward(ctx, token_ids, reader, entropy, reuse_logits, *parts):
+        logits = LinearLogits(*parts) if len(parts) > 1 else parts[0]
+        selected, rest, rest_mean = join(
+            statistics(raw, token_ids[start:stop], reader, entropy) for start, stop, raw in reader.products(logits)
+        )
+        ctx.save_for_backward(token_ids, rest, rest_mean, *parts)
+        ctx.reader, ctx.entropy, ctx.reuse_logits = reader, entropy, reuse_logits
+        return selected, rest, rest_mean
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_selected, d_rest, d_rest_mean):
+        token_ids, rest, rest_mean, *parts = ctx.saved_tensors
+        coarse = CoarseLogits(d_selected, rest, rest_mean if ctx.entropy else None)
+        upstream = CoarseLogits(d_selected, d_rest, d_rest_mean if ctx.entropy else None)
+        with torch.autocast(token_ids.device.type, enabled=False):
+            if len(parts) == 1:
+                # Written through the saved tensor itself, so that autograd sees that reused logits changed.
+                out = (
+                    parts[0] if ctx.reuse_logits else torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+                )
+                gradient(parts[0], token_ids, ctx.reader, coarse, upstream, out=out)
+                return None, None, None, None, out
+            needs = ctx.needs_input_grad[4:]
+            grads = linear_gradients(LinearLogits(*parts), token_ids, ctx.reader, coarse, upstream, needs)
+            return None, None, None, None, *grads

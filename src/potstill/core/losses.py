@@ -1,0 +1,292 @@
+"""The top-k losses: a divergence on the K + 1 categories of coarse logits, and what to do about the tail.
+
+    tail          value of one row                                            keep in mind
+    bucket        sum of f over the K ids and "anything else"                 >= 0, 0 iff equal; a lower bound of the
+                                                                              full divergence; equal to it at K = V
+    generalized   sum over the ids of f + s (q - p), s the mass slope         every term >= 0, minimum q = p on the ids
+    drop          sum over the ids of f                                       no divergence where s != 0: forward KL
+                                                                              drifts to Q = 1, reverse to Q = P / e
+    renormalize   f on both, renormalised over the ids                        conditional only; the mass Q is free
+
+P and Q are the teacher's and the student's mass on the ids. `drop` is what verl calls forward_kl_topk and `bucket`
+its forward_kl_topk_tail, with the tail exact. Derivations: docs/math.md.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from potstill.core.checks import check_logits, check_reusable
+from potstill.core.coarse import CoarseLogits, coarse_logits
+from potstill.core.divergences import DIVERGENCES, check_divergence
+from potstill.core.metrics import RowNumbers, overlap, summarise
+from potstill.core.numerics import INF, compute_dtype, normalise
+from potstill.core.rows import RowWeights, TeacherRows
+from potstill.core.single_pass import single_pass, single_pass_pays
+from potstill.core.teacher import SampledTargets, TeacherTopK
+from potstill.core.tiles import LinearLogits, read_as, row_shape, vocab_width
+from potstill.core.topk import student_topk
+from potstill.core.transform import LogitTransform
+
+TAILS = ("bucket", "generalized", "renormalize", "drop")
+
+
+class DistillationOutput(NamedTuple):
+    """A loss: `loss` [] to call backward on, `per_token` [...] (nats, unweighted, 0 at unscored rows), metrics."""
+
+    loss: Tensor
+    per_token: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is computed per row: the divergence, its tail and its clamps, checked once.
+
+    Raises:
+        ValueError: for unknown names or options, and for pairs without a meaning or a learning signal.
+    """
+
+    divergence: str
+    tail: str | None
+    options: dict[str, float]
+    sampled: bool
+    scale: float
+    log_prob_min_clamp: float | None
+    loss_min_clamp: float | None
+    loss_max_clamp: float | None
+
+    def __post_init__(self) -> None:
+        check_divergence(self.divergence, self.options)
+        if self.tail is not None and self.tail not in TAILS:
+            raise ValueError(f"tail must be one of {', '.join(TAILS)}, got {self.tail!r}")
+        if self.sampled and (self.divergence != "forward_kl" or self.tail is not None):
+            raise ValueError(
+                "SampledTargets are soft labels for forward_kl with tail=None, got "
+                f"divergence={self.divergence!r}, tail={self.tail!r}; use TeacherTopK for those"
+            )
+        truncated = self.divergence == "forward_kl" and self.tail == "drop" and not self.sampled
+        for name in ("log_prob_min_clamp", "loss_min_clamp"):
+            if getattr(self, name) is not None and not truncated:
+                raise ValueError(
+                    f"{name} only goes with divergence='forward_kl' and tail='drop' (it changes the masses that any "
+                    f"other tail accounts for), got {self.divergence!r} and {self.tail or 'bucket'!r}; leave it None"
+                )
+        if self.loss_max_clamp is not None and not self.loss_max_clamp > 0:
+            raise ValueError(f"loss_max_clamp must be > 0, got {self.loss_max_clamp}; use None for no clamp")
+
+    def check_teacher(self, teacher: TeacherTopK | SampledTargets, shape: torch.Size, temperature: float) -> None:
+        """Refuse a teacher whose rows, temperature or K do not fit the loss."""
+        if teacher.token_ids.shape[:-1] != shape:
+            raise ValueError(
+                f"the teacher has rows {list(teacher.token_ids.shape[:-1])} but the logits have rows {list(shape)}; "
+                "row n of both must describe the same prediction (nothing is shifted here)"
+            )
+        if teacher.temperature != temperature:
+            raise ValueError(
+                f"the teacher's rows were taken at temperature {teacher.temperature} but the loss asks for "
+                f"{temperature}; a top-k row cannot be re-tempered: score the teacher at the loss's temperature"
+            )
+        if self.tail == "renormalize" and teacher.token_ids.shape[-1] < 2:
+            raise ValueError(
+                f"tail='renormalize' has no learning signal at K = {teacher.token_ids.shape[-1]}: "
+                "one id renormalised is always 1; use tail='bucket'"
+            )
+        if (
+            isinstance(teacher, TeacherTopK)
+            and self.tail in (None, "bucket")
+            and teacher.rest_log_prob is None
+            and teacher.log_probs.element_size() == 2
+        ):
+            raise ValueError(
+                f"tail='bucket' needs the mass outside the ids, which 1 - P cannot give in {teacher.log_probs.dtype}: "
+                "pass rest_log_prob in float32, or log_probs in float32"
+            )
+
+    def score(self, coarse: CoarseLogits, rows: slice, *, target: TeacherRows, mask: Tensor) -> RowNumbers:
+        """The numbers of the given rows from their coarse logits [C, K + 1]."""
+        mask, target = mask[rows], TeacherRows(*(x[rows] for x in target))
+        # Unscored rows may hold NaN; replaced before any arithmetic, their gradient is exactly 0.
+        coarse = CoarseLogits(
+            torch.where(mask[:, None], coarse.selected, 0.0),
+            torch.where(mask, coarse.rest, 0.0),
+            None if coarse.rest_mean is None else torch.where(mask, coarse.rest_mean, 0.0),
+        )
+        student = coarse.all_log_probs  # [C, K + 1]
+        probs = student.detach().exp()
+        below = mask.new_zeros(())
+        if self.sampled:
+            live = target.values > 0
+            head = -(target.values * torch.where(live, student[:, :-1], 0.0)).sum(1)
+            rest = torch.zeros_like(head)
+        else:
+            floor = self.log_prob_min_clamp
+            if floor is not None:
+                below = ((student[:, :-1] < floor) | (target.values < floor)) & (target.values != -INF)
+                below = below.any(1)
+            head, rest = tail_terms(self.divergence, self.tail or "bucket", self.options, student, target, floor)
+        raw = (head + rest) * self.scale
+        clipped = raw.clamp(min=self.loss_min_clamp) if self.loss_min_clamp is not None else raw
+        if self.loss_max_clamp is not None:
+            clipped = clipped.clamp(-self.loss_max_clamp, self.loss_max_clamp)
+        return RowNumbers(
+            per_token=torch.where(mask, clipped, 0.0),
+            head_loss=head.detach(),
+            tail_loss=rest.detach(),
+            raw_loss=raw.detach(),
+            clamped=((clipped != raw) | below).to(raw.dtype),
+            student_mass=probs[:, :-1].sum(1),
+            teacher_mass=target.mass,
+            student_tail_mass=probs[:, -1],
+            teacher_tail_mass=target.rest.exp(),
+            student_log_probs=student[:, :-1].detach(),
+            student_entropy=torch.zeros_like(probs[:, -1]) if coarse.rest_mean is None else coarse.entropy.detach(),
+        )
+
+
+def tail_terms(
+    divergence: str,
+    tail: str,
+    options: dict[str, float],
+    student: Float[Tensor, "rows categories"],
+    target: TeacherRows,
+    floor: float | None = None,
+) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
+    """The part of each row's loss on the ids and the part that accounts for the tail, in nats."""
+    terms, mass_slope = DIVERGENCES[divergence]
+    q, p = student[:, :-1], target.values
+    live = p != -INF
+    if tail == "bucket":
+        # A rest without a student column is no category: it goes on both sides, and the teacher is renormalised.
+        rest = target.rest.masked_fill(student[:, -1] == -INF, -INF)
+        value = terms(student, normalise(torch.cat([p, rest[:, None]], 1)), **options)
+        return value[:, :-1].sum(1), value[:, -1]
+    if tail == "renormalize":
+        head = terms(normalise(q), normalise(p), **options).sum(1)
+        return torch.where(live.sum(1) >= 2, head, 0.0), torch.zeros_like(head)
+    if floor is not None:
+        q, p = (torch.where(live, x.clamp(min=floor), -INF) for x in (q, p))
+    head = terms(q, p, **options).sum(1)
+    if tail == "drop":
+        return head, torch.zeros_like(head)
+    return head, mass_slope(**options) * (q.exp() - p.exp()).sum(1)
+
+
+def topk_distillation_loss(
+    logits: Float[Tensor, "... V"] | LinearLogits,
+    teacher: TeacherTopK | SampledTargets,
+    *,
+    divergence: str = "forward_kl",
+    tail: str | None = None,
+    mask: Shaped[Tensor, "..."] | None = None,
+    token_weights: Shaped[Tensor, "..."] | None = None,
+    num_tokens: int | float | Tensor | None = None,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    transform: LogitTransform | None = None,
+    chunk_size: int | None = None,
+    reuse_logits: bool = False,
+    memory: str = "auto",
+    log_prob_min_clamp: float | None = None,
+    loss_min_clamp: float | None = None,
+    loss_max_clamp: float | None = None,
+    entropy: bool = False,
+    diagnostics: bool = False,
+    check: bool = True,
+    kernel: str = "auto",
+    **divergence_options: float,
+) -> DistillationOutput:
+    """Sum over scored rows of token_weights * D(teacher, student) / num_tokens, on the teacher's K ids and a tail.
+
+    Args:
+        logits: the student's [..., V], or LinearLogits. Row n predicts the token that row n of the teacher
+            describes: nothing is shifted here.
+        teacher: TeacherTopK, or SampledTargets (then the loss is the cross-entropy -sum w log q).
+        divergence: a name in DIVERGENCES; its options (beta, alpha) are further keywords.
+        tail: a name in TAILS, None for "bucket".
+        mask: [...] bool or integer, non-zero = scored. Unscored rows may hold anything.
+        token_weights: [...] float weights of the rows, default 1; no gradient.
+        num_tokens: the global number of scored tokens, over micro-batches and data-parallel ranks; default: the
+            scored rows of this call. <= 0 gives a loss of 0.
+        temperature: divides the student's logits; the teacher's payload must carry the same one.
+        temperature_squared: multiply per_token by temperature ** 2 (before loss_max_clamp).
+        transform: the student's own scale, softcap and padded vocabulary.
+        chunk_size: exact upper bound on the rows of a full-width tile.
+        reuse_logits: backward overwrites the logits with their gradient (see coarse_logits).
+        memory: for LinearLogits "single_pass" (3 GEMMs, gradients formed in forward; only `loss` may be
+            differentiated, once), "recompute" (4 GEMMs, no float32 copy of the weight's gradient) or "auto".
+        log_prob_min_clamp: forward_kl with drop only: both log-probabilities are clamped from below, without
+            gradient, as verl does.
+        loss_min_clamp: forward_kl with drop only: per-token floor (verl's is 0.0).
+        loss_max_clamp: clamp per_token to [-c, c].
+        entropy: also report student_entropy.
+        diagnostics: also compare with the student's own top k (costs one more pass).
+        check: check the teacher's values (ValueError on CPU, an asynchronous assert on CUDA).
+        kernel: "auto" or "eager".
+        **divergence_options: the divergence's own, e.g. beta for jsd.
+
+    Returns:
+        DistillationOutput in float32 (float64 for float64 logits). A call without a scored row gives loss 0 with
+        a graph and gradients exactly 0.
+
+    Peak extra memory: see coarse_logits and single_pass; [N, K + 1] numbers besides.
+
+    Raises:
+        TypeError: for a float mask (use token_weights), or non-float weights.
+        ValueError: for rows that do not match, unknown names or options, pairs that have no learning signal or
+            no meaning, a teacher of another temperature, or teacher rows that cannot be.
+    """
+    logits = check_logits(logits)
+    objective = Objective(
+        divergence=divergence,
+        tail=tail,
+        options=divergence_options,
+        sampled=isinstance(teacher, SampledTargets),
+        scale=temperature**2 if temperature_squared else 1.0,
+        log_prob_min_clamp=log_prob_min_clamp,
+        loss_min_clamp=loss_min_clamp,
+        loss_max_clamp=loss_max_clamp,
+    )
+    shape, vocab_size = row_shape(logits), vocab_width(logits)
+    objective.check_teacher(teacher, shape, temperature)
+    dtype = compute_dtype((logits.hidden if isinstance(logits, LinearLogits) else logits).dtype)
+    weights = RowWeights.of(shape, mask, token_weights, num_tokens, dtype, teacher.token_ids.device)
+    if check:
+        teacher.validate(vocab_size, weights.mask.view(shape))
+    target = TeacherRows.of(teacher, weights.mask, dtype)
+    score = partial(objective.score, target=target, mask=weights.mask)
+
+    if reuse_logits:
+        check_reusable(logits)
+    if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory):
+        reader = read_as(logits, transform, temperature, chunk_size)
+        loss, rows = single_pass(logits, target.token_ids, reader, score, weights.factor, entropy=entropy)
+    else:
+        coarse = coarse_logits(
+            logits,
+            target.token_ids.view(teacher.token_ids.shape),
+            temperature=temperature,
+            transform=transform,
+            entropy=entropy,
+            chunk_size=chunk_size,
+            reuse_logits=reuse_logits,
+            kernel=kernel,
+        )
+        rows = score(coarse.flatten(), slice(None))
+        loss = (rows.per_token * weights.factor).sum()
+
+    metrics = summarise(rows, weights, entropy=entropy)
+    if objective.sampled:
+        # A cross-entropy is no divergence: it must not be read as one.
+        metrics = {"cross_entropy": metrics["head_loss"]} | {
+            name: x for name, x in metrics.items() if name not in ("head_loss", "topk_loss", "tail_loss")
+        }
+    if diagnostics:
+        k = min(target.token_ids.shape[1], read_as(logits, transform, temperature, chunk_size).width)
+        student_ids, _ = student_topk(logits, k, transform=transform, chunk_size=chunk_size)
+        metrics |= overlap(student_ids.reshape(-1, k), rows.student_log_probs, target, weights, log_prob_min_clamp)
+    return DistillationOutput(loss, rows.per_token.view(shape), metrics)

@@ -1,0 +1,170 @@
+"""Losses on LinearLogits with their gradients formed in forward, while each tile is there: three GEMMs in all.
+
+For every piece of rows: multiply, take the coarse numbers, let the loss run on them, turn the tile into its own
+gradient, and multiply it into the gradients of hidden and weight. No [N, V] tensor, and nothing to recompute.
+What it costs: the weight's gradient accumulates in float32 (4 V H bytes; a 16-bit result is written into the
+front of the same storage and returned as a view of it), and only the scalar loss can be differentiated, once.
+Use memory="recompute" where that does not fit.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from potstill.core.coarse import CoarseLogits, gradient, join, statistics
+from potstill.core.metrics import RowNumbers
+from potstill.core.numerics import compute_dtype
+from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
+
+WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a time
+
+Score = Callable[[CoarseLogits, slice], RowNumbers]
+"""The loss of some rows: their coarse logits and which rows they are, to their numbers."""
+
+
+def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
+    """Whether a loss forms its gradients in forward: what `memory` names, or the rule behind "auto".
+
+    "auto" recomputes where the weight's gradient is needed and 6 V H bytes exceed this device's budget, or under
+    torch.compile. Without a gradient to form there is nothing to choose.
+
+    Raises:
+        ValueError: for an unknown `memory`.
+    """
+    if memory not in ("auto", "recompute", "single_pass"):
+        raise ValueError(f"memory must be 'auto', 'recompute' or 'single_pass', got {memory!r}")
+    needs_grad = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in linear)
+    if memory == "recompute" or not needs_grad:
+        return False
+    if memory == "single_pass":
+        return True
+    weight = linear.weight
+    fits = not weight.requires_grad or 6 * weight.numel() <= budget(weight.device).weight_gradient
+    return fits and not torch.compiler.is_compiling()
+
+
+def single_pass(
+    linear: LinearLogits,
+    token_ids: Tensor,
+    reader: TileReader,
+    score: Score,
+    factor: Tensor,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, RowNumbers]:
+    """sum(score(rows).per_token * factor) and the numbers of all rows; differentiable in the parts of `linear`."""
+    with torch.autocast(linear.hidden.device.type, enabled=False):
+        loss, *fields = _SinglePass.apply(token_ids, reader, score, factor, entropy, *linear)
+    return loss, RowNumbers(*fields)
+
+
+def form_gradients(
+    linear: LinearLogits,
+    token_ids: Tensor,
+    reader: TileReader,
+    score: Score,
+    factor: Tensor,
+    entropy: bool,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, RowNumbers, "LinearGradients"]:
+    """The loss, the numbers of every row, and the gradients of the parts that need one."""
+    hidden = linear.hidden.reshape(-1, linear.hidden.shape[-1])
+    grads = LinearGradients.zeros(linear, needs)
+    loss = factor.new_zeros(())
+    pieces = []
+    for start, stop, product in reader.products(linear):
+        rows = slice(start, stop)
+        selected, rest, rest_mean = statistics(product, token_ids[rows], reader, entropy)
+        with torch.enable_grad():
+            coarse = CoarseLogits(selected.requires_grad_(), rest.requires_grad_(), rest_mean if entropy else None)
+            numbers = score(coarse, rows)
+            piece_loss = (numbers.per_token * factor[rows]).sum()
+        upstream = CoarseLogits(*torch.autograd.grad(piece_loss, (selected, rest)))
+        loss += piece_loss.detach()
+        pieces.append(tuple(x.detach() for x in numbers))
+        coarse = CoarseLogits(selected.detach(), rest.detach())
+        gradient(product, token_ids[rows], reader, coarse, upstream, out=product)
+        grads.add(product, hidden[rows], linear.weight, rows)
+    return loss, RowNumbers(*join(pieces)), grads
+
+
+class LinearGradients(NamedTuple):
+    """Gradients of hidden [N, H], weight [V, H] and bias [V], the last two in float32; None where not needed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def zeros(cls, linear: LinearLogits, needs: tuple[bool, bool, bool]) -> "LinearGradients":
+        """Room for the gradients that are needed."""
+        hidden, weight, bias = linear
+        return cls(
+            hidden.new_empty(hidden.shape).view(-1, hidden.shape[-1]) if needs[0] else None,
+            torch.zeros_like(weight, dtype=compute_dtype(weight.dtype)) if needs[1] else None,
+            torch.zeros_like(bias, dtype=compute_dtype(weight.dtype)) if needs[2] and bias is not None else None,
+        )
+
+    def add(self, d_raw: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
+        """Take in the rows of dL/d raw [C, v], which is there only now."""
+        width = d_raw.shape[1]
+        if self.hidden is not None:
+            torch.mm(d_raw, weight[:width], out=self.hidden[rows])
+        if self.weight is not None:
+            for start, stop in chunk_bounds(width, WEIGHT_BLOCK):
+                self.weight[start:stop] += d_raw[:, start:stop].t() @ hidden
+        if self.bias is not None:
+            self.bias[:width] += d_raw.sum(0, dtype=self.bias.dtype)
+
+
+def scale_into(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad * scale in `dtype`, in place: a narrower result is a view of the front of the same storage."""
+    grad.mul_(scale)
+    if grad.dtype == dtype:
+        return grad
+    flat = grad.view(-1)
+    narrow = flat.view(dtype)[: flat.numel()]
+    for start, stop in chunk_bounds(flat.numel(), WEIGHT_BLOCK * 256):
+        narrow[start:stop] = flat[start:stop].clone()  # never ahead of what is still to be read
+    return narrow.view(grad.shape)
+
+
+class _SinglePass(torch.autograd.Function):
+    """Wires `form_gradients`: forward keeps the gradients, backward scales them by the loss's own."""
+
+    @staticmethod
+    def forward(ctx, token_ids, reader, score, factor, entropy, *parts):
+        ctx.set_materialize_grads(False)
+        linear = LinearLogits(*parts)
+        loss, rows, grads = form_gradients(
+            linear, token_ids, reader, score, factor, entropy, tuple(ctx.needs_input_grad[5:])
+        )
+        ctx.save_for_backward(*grads)
+        ctx.hidden_shape, ctx.dtype, ctx.spent = linear.hidden.shape, linear.hidden.dtype, False
+        ctx.mark_non_differentiable(*rows[1:])
+        return loss, *rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_loss, d_per_token, *_):
+        if d_per_token is not None:
+            raise RuntimeError(
+                'memory="single_pass" forms gradients for `loss` alone, but a gradient arrived for `per_token`: '
+                'pass memory="recompute", or weigh the rows with token_weights'
+            )
+        if ctx.spent:
+            raise RuntimeError(
+                'memory="single_pass" keeps its gradients for one backward; pass memory="recompute" for a second one'
+            )
+        ctx.spent = True
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        if d_loss is None:
+            return (None,) * 8
+        with torch.no_grad():
+            if d_hidden is not None:
+                d_hidden = d_hidden.mul_(d_loss).view(ctx.hidden_shape)
+            d_weight = None if d_weight is None else scale_into(d_weight, d_loss, ctx.dtype)
+            d_bias = None if d_bias is None else scale_into(d_bias, d_loss, ctx.dtype)
+        return None, None, None, None, None, d_hidden, d_weight, d_bias

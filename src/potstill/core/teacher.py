@@ -1,0 +1,231 @@
+"""What a teacher says of each row: its top-k log-probabilities, or sampled targets. Construct and validate.
+
+The rules of the whole library, stated once: a slot with id -1 or log-probability -inf is empty. It selects
+nothing, and the student's mass on it belongs to the rest. Rows are aligned with the student's logits: row n of
+both describes the same prediction.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from potstill.core.checks import refuse_where
+from potstill.core.coarse import coarse_logits
+from potstill.core.numerics import INF, compute_dtype
+from potstill.core.tiles import LinearLogits
+from potstill.core.topk import top_coarse
+from potstill.core.transform import LogitTransform
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherTopK:
+    """A teacher's log-probabilities (nats) at K ids of each row, over its whole vocabulary.
+
+    Args:
+        token_ids: [..., K] integers; -1 is an empty slot. Ids of a row differ.
+        log_probs: [..., K] in any float dtype; -inf is an empty slot.
+        rest_log_prob: [...] log of the mass on every other id, or None: then log(max(1 - P, eps)), P summed in
+            float32 (float64 for float64) with eps 2^-24 (2^-53). 16-bit payloads need it for the bucket tail.
+        temperature: the temperature the log-probabilities were taken at.
+
+    Raises:
+        TypeError: for ids that are no integers, or log-probabilities that are no floats.
+        ValueError: for shapes that do not match.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    rest_log_prob: Tensor | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_pair("TeacherTopK", self.token_ids, "log_probs", self.log_probs)
+        rest = self.rest_log_prob
+        if rest is not None and (rest.shape != self.token_ids.shape[:-1] or not rest.is_floating_point()):
+            raise ValueError(
+                f"TeacherTopK: rest_log_prob must be floating point with the rows of token_ids "
+                f"{list(self.token_ids.shape[:-1])}, got {rest.dtype} {list(rest.shape)}"
+            )
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: Float[Tensor, "... V"] | LinearLogits,
+        k: int | None = None,
+        *,
+        token_ids: Integer[Tensor, "... K"] | None = None,
+        temperature: float = 1.0,
+        transform: LogitTransform | None = None,
+        chunk_size: int | None = None,
+    ) -> "TeacherTopK":
+        """The top k ids (ties to the lower id), or the given ids, with an exact rest. No gradient.
+
+        Args:
+            logits: the teacher's [..., V], or LinearLogits (one GEMM).
+            k: how many ids, 1 <= k <= V; exactly one of k and token_ids.
+            token_ids: [..., K] ids to score instead, e.g. the student's own; -1 is an empty slot.
+            temperature: divides the logits.
+            transform: the model's own scale, softcap and padded vocabulary.
+            chunk_size: upper bound on the rows of a full-width tile.
+
+        Peak extra memory: one tile (for LinearLogits also one product).
+
+        Raises:
+            ValueError: for both or neither of k and token_ids, or a k outside 1 to V.
+        """
+        if (k is None) == (token_ids is None):
+            raise ValueError(f"from_logits needs exactly one of k and token_ids, got k={k} and token_ids={token_ids}")
+        if k is not None:
+            token_ids, coarse = top_coarse(
+                logits, k, transform=transform, temperature=temperature, chunk_size=chunk_size
+            )
+        else:
+            assert token_ids is not None
+            with torch.no_grad():
+                coarse = coarse_logits(
+                    logits, token_ids, transform=transform, temperature=temperature, chunk_size=chunk_size
+                )
+        log_probs = coarse.all_log_probs
+        return cls(token_ids, log_probs[..., :-1], log_probs[..., -1], temperature)
+
+    def validate(self, vocab_size: int, mask: Bool[Tensor, "..."] | None = None) -> "TeacherTopK":
+        """Refuse rows that no teacher can have said; return self.
+
+        Args:
+            vocab_size: V, the width of the student's head.
+            mask: [...] rows that are scored (default all); other rows may hold anything.
+
+        Raises:
+            ValueError: naming the row, the value and the remedy: K > V, an id outside [-1, V), an id twice in a
+                row, NaN, a log-probability above 1e-3, or a mass above 1 + 1e-3 (16-bit payloads: 1e-2).
+                On CUDA the value checks are one asynchronous assert.
+        """
+        _check_ids("TeacherTopK", self.token_ids, self.log_probs != -INF, vocab_size, mask)
+        slack = 1e-2 if self.log_probs.element_size() == 2 else 1e-3
+        log_probs = self.log_probs.to(compute_dtype(self.log_probs.dtype))
+        live = (self.token_ids >= 0) & (self.log_probs != -INF)
+        _refuse_rows(
+            (log_probs.isnan() & (self.token_ids >= 0)).any(-1), mask, "has a NaN log-probability", "score it again"
+        )
+        _refuse_rows(
+            ((log_probs > slack) & live).any(-1),
+            mask,
+            f"has a log-probability above {slack}",
+            "log-probabilities are natural logarithms, at most 0",
+        )
+        mass = torch.where(live, log_probs, -INF).exp().sum(-1)
+        _refuse_rows(
+            mass > 1 + slack,
+            mask,
+            f"has mass above 1 + {slack}",
+            "are these logits, or log-probabilities of another temperature?",
+            values=mass,
+        )
+        if self.rest_log_prob is not None:
+            rest = self.rest_log_prob.to(log_probs.dtype)
+            _refuse_rows(
+                ~(rest <= slack),
+                mask,
+                f"has a rest_log_prob that is NaN or above {slack}",
+                "score it again",
+                values=rest,
+            )
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class SampledTargets:
+    """Soft labels on K ids of each row, unbiased for the gradient of the full forward KL.
+
+    Args:
+        token_ids: [..., K] integers; -1 is an empty slot. Ids of a row differ.
+        weights: [..., K] floats >= 0; each row sums to 1 within 1e-3.
+        temperature: the temperature of the teacher they were drawn from.
+
+    Raises:
+        TypeError: for ids that are no integers, or weights that are no floats.
+        ValueError: for shapes that do not match.
+    """
+
+    token_ids: Tensor
+    weights: Tensor
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_pair("SampledTargets", self.token_ids, "weights", self.weights)
+
+    def validate(self, vocab_size: int, mask: Bool[Tensor, "..."] | None = None) -> "SampledTargets":
+        """Refuse rows that are no distribution; return self.
+
+        Args:
+            vocab_size: V, the width of the student's head.
+            mask: [...] rows that are scored (default all); other rows may hold anything.
+
+        Raises:
+            ValueError: naming the row, the value and the remedy: K > V, an id outside [-1, V), an id twice in a
+                row, a negative or NaN weight, or a sum other than 1.
+        """
+        _check_ids("SampledTargets", self.token_ids, self.weights != 0, vocab_size, mask)
+        weights = self.weights.to(compute_dtype(self.weights.dtype))
+        weights = weights.masked_fill(self.token_ids < 0, 0.0)
+        _refuse_rows(
+            ~(weights >= 0).all(-1), mask, "has a weight that is negative or NaN", "weights are probabilities"
+        )
+        total = weights.sum(-1)
+        slack = 1e-2 if self.weights.element_size() == 2 else 1e-3
+        _refuse_rows(
+            ~((total - 1).abs() <= slack),
+            mask,
+            "has weights that do not sum to 1",
+            "divide by their sum, or use TeacherTopK for truncated probabilities",
+            values=total,
+        )
+        return self
+
+
+def _check_pair(owner: str, token_ids: Tensor, name: str, values: Tensor) -> None:
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise TypeError(f"{owner}: token_ids must be integers, got {token_ids.dtype}")
+    if not values.is_floating_point():
+        raise TypeError(f"{owner}: {name} must be floating point, got {values.dtype}")
+    if token_ids.ndim == 0 or token_ids.shape != values.shape:
+        raise ValueError(
+            f"{owner}: token_ids and {name} must both be [..., K], got {list(token_ids.shape)} "
+            f"and {list(values.shape)}"
+        )
+
+
+def _check_ids(owner: str, token_ids: Tensor, live: Tensor, vocab_size: int, mask: Tensor | None) -> None:
+    k = token_ids.shape[-1]
+    if k > vocab_size:
+        raise ValueError(
+            f"{owner}: K is {k} but the vocabulary has only {vocab_size} tokens; ask for at most that many"
+        )
+    ids = token_ids.to(torch.int64)
+    outside = (ids < -1) | (ids >= vocab_size)
+    worst = torch.where(outside, ids, -1).amax(-1) if k else ids.new_zeros(ids.shape[:-1])
+    _refuse_rows(
+        outside.any(-1),
+        mask,
+        f"has a token id outside [-1, {vocab_size})",
+        "do teacher and student share a tokenizer? -1 marks an empty slot",
+        values=worst,
+    )
+    ordered = torch.where(live, ids, -1).sort(-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    _refuse_rows(twice.any(-1), mask, "has a token id twice", "merge the two slots, or mark one -1")
+
+
+def _refuse_rows(bad: Tensor, mask: Tensor | None, what: str, remedy: str, *, values: Tensor | None = None) -> None:
+    """ValueError naming the first bad row (as an index into the leading dimensions), unless it is masked."""
+    bad = bad if mask is None else bad & mask.bool()
+
+    def message() -> str:
+        row = tuple(bad.nonzero()[0].tolist())
+        name = row[0] if len(row) == 1 else row
+        value = "" if values is None else f" ({values[row].item():.6g})"
+        return f"teacher row {name} {what}{value}; {remedy}"
+
+    refuse_where(bad, message)

@@ -1,0 +1,179 @@
+"""Logits as float32 tiles: rows of a tensor, or of `hidden @ weight.T` that is never formed whole.
+
+Every pass over the vocabulary in this library reads its logits here. A tile has one spare column after the
+real ones: empty slots and ids of other tiles point to it, so that selecting and scattering need no masks, no
+host sync and no special case. Memory: one tile, plus for LinearLogits one product in the inputs' dtype.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor
+
+from potstill.core.numerics import INF, compute_dtype
+from potstill.core.transform import LogitTransform
+
+PLAIN = LogitTransform()
+
+
+class LinearLogits(NamedTuple):
+    """Logits that are not there yet: `hidden @ weight.T + bias`. Accepted wherever logits are.
+
+    Shapes: hidden [..., H], weight [V, H], bias [V] or None, of one floating dtype (under autocast, differing
+    dtypes are cast to the autocast dtype).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+Logits = Tensor | LinearLogits
+
+
+def row_shape(logits: Logits) -> torch.Size:
+    """The leading dimensions [...] of logits [..., V]."""
+    return (logits.hidden if isinstance(logits, LinearLogits) else logits).shape[:-1]
+
+
+def vocab_width(logits: Logits) -> int:
+    """The number of columns V of logits [..., V], padding included."""
+    return logits.weight.shape[0] if isinstance(logits, LinearLogits) else logits.shape[-1]
+
+
+def chunk_bounds(n_rows: int, chunk_size: int) -> list[tuple[int, int]]:
+    """Cut n_rows into ceil(n_rows / chunk_size) half-open ranges of nearly equal size."""
+    n_chunks = -(-n_rows // chunk_size)
+    return [(n_rows * i // n_chunks, n_rows * (i + 1) // n_chunks) for i in range(n_chunks)]
+
+
+class Budget(NamedTuple):
+    """Bytes a device may spend on one elementwise tile, one product, and one float32 weight gradient."""
+
+    tile: int
+    product: int
+    weight_gradient: int
+
+
+def budget(device: torch.device) -> Budget:
+    """The byte budgets of a device; every default that depends on memory is taken from here.
+
+    On a CPU a tile should stay in the cache; a product has to be tall enough to keep the matrix units busy. On a
+    GPU both only have to be small beside the logits.
+    """
+    if device.type == "cpu":
+        return Budget(tile=8 << 20, product=128 << 20, weight_gradient=2 << 30)
+    return Budget(tile=256 << 20, product=512 << 20, weight_gradient=4 << 30)
+
+
+def rows_within(n_bytes: int, width: int, itemsize: int, chunk_size: int | None) -> int:
+    """Rows [width] that fit in n_bytes, at least 2 (a single row is summed in another order), at most chunk_size."""
+    rows = max(2, n_bytes // (max(width, 1) * itemsize))
+    return rows if chunk_size is None else min(rows, chunk_size)
+
+
+def columns_of(token_ids: Integer[Tensor, "rows k"], start: int, stop: int) -> Integer[Tensor, "rows k"]:
+    """Column of each id in a tile of the ids start <= id < stop; the spare column where it is not there."""
+    inside = (token_ids >= start) & (token_ids < stop)
+    return torch.where(inside, token_ids - start, stop - start)
+
+
+def row_blocks(x: Tensor) -> list[Tensor]:
+    """Views [rows, V] that make up x [..., V] in order, for any strides: never a copy."""
+    try:
+        return [x.view(math.prod(x.shape[:-1]), x.shape[-1])]
+    except RuntimeError:
+        return [block for part in x for block in row_blocks(part)]
+
+
+def row_pieces(blocks: list[Tensor], start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (position within [start, stop), view [rows, V]) for the rows start to stop of `blocks`."""
+    offset = 0
+    for block in blocks:
+        first, last = max(start - offset, 0), min(stop - offset, block.shape[0])
+        if first < last:
+            yield slice(first + offset - start, last + offset - start), block[first:last]
+        offset += block.shape[0]
+
+
+@dataclass(frozen=True)
+class TileReader:
+    """How raw logits become z: the transform, the temperature, the real width and the rows of a tile."""
+
+    transform: LogitTransform
+    temperature: float
+    width: int
+    chunk_size: int | None
+
+    def tiles(self, raw: Tensor, width: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (start, stop, tile): rows start to stop of z, [rows, width + 1], the spare column at -inf.
+
+        The tile is scratch memory: it may be overwritten, and is by the next one. `raw` [..., V] may have any
+        strides and is only read; its columns from `width` on are not looked at.
+        """
+        width = self.width if width is None else width
+        dtype = compute_dtype(raw.dtype)
+        blocks = row_blocks(raw)
+        n_rows = math.prod(raw.shape[:-1])
+        rows = rows_within(budget(raw.device).tile, width, dtype.itemsize, self.chunk_size)
+        scratch = raw.new_empty((min(rows, n_rows), width + 1), dtype=dtype)
+        for start, stop in chunk_bounds(n_rows, rows):
+            tile = scratch[: stop - start]
+            for rows_of_tile, block in row_pieces(blocks, start, stop):
+                tile[rows_of_tile, :width].copy_(block[:, :width])
+            self.transform.apply_(tile[:, :width], self.temperature)
+            tile[:, width].fill_(-INF)
+            yield start, stop, tile
+
+    def product_rows(self, linear: LinearLogits) -> int:
+        """Rows of one product `hidden @ weight.T` over the full width."""
+        hidden = linear.hidden
+        return rows_within(budget(hidden.device).product, self.width, hidden.dtype.itemsize, self.chunk_size)
+
+    def products(self, logits: Logits) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield (start, stop, raw): the raw logits of rows start to stop, up to the real width.
+
+        There is at least one piece. A tensor of logits is one, as it is; a LinearLogits is multiplied piece by
+        piece into one buffer, which may be overwritten.
+        """
+        if not isinstance(logits, LinearLogits):
+            yield 0, math.prod(logits.shape[:-1]), logits
+            return
+        hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+        n_rows, rows = hidden.shape[0], self.product_rows(logits)
+        buffer = hidden.new_empty((min(rows, n_rows), self.width))
+        for start, stop in chunk_bounds(n_rows, rows) or [(0, 0)]:
+            product = buffer[: stop - start]
+            multiply(LinearLogits(hidden[start:stop], *logits[1:]), 0, self.width, out=product)
+            yield start, stop, product
+
+
+def multiply(linear: LinearLogits, start: int, stop: int, out: Tensor) -> Tensor:
+    """Raw logits of the ids start <= id < stop into `out` [rows, stop - start], accumulated in float32."""
+    hidden, weight, bias = linear
+    if bias is None:
+        return torch.mm(hidden, weight[start:stop].t(), out=out)
+    return torch.addmm(bias[start:stop], hidden, weight[start:stop].t(), out=out)
+
+
+def read_as(
+    logits: Logits, transform: LogitTransform | None, temperature: float, chunk_size: int | None
+) -> TileReader:
+    """Check the options that say how logits are read, and bind them.
+
+    Raises:
+        ValueError: for a temperature that is not positive, or a chunk_size below 1.
+    """
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be a finite number > 0, got {temperature}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be >= 1 row, got {chunk_size}; use None to take it from the budget")
+    transform = PLAIN if transform is None else transform
+    width = vocab_width(logits)
+    if transform.vocab_size is not None and transform.vocab_size > width:
+        raise ValueError(f"transform.vocab_size is {transform.vocab_size} but the logits have only {width} columns")
+    return TileReader(transform, float(temperature), transform.vocab_size or width, chunk_size)

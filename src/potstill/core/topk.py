@@ -1,0 +1,81 @@
+"""The k most probable tokens of each row, ties to the lower id, with exact log-probabilities."""
+
+import math
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from potstill.core.checks import check_logits
+from potstill.core.coarse import CoarseLogits, join, statistics
+from potstill.core.tiles import LinearLogits, Logits, TileReader, read_as, row_shape
+from potstill.core.transform import LogitTransform
+
+
+def student_topk(
+    logits: Float[Tensor, "... V"] | LinearLogits,
+    k: int,
+    *,
+    transform: LogitTransform | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Integer[Tensor, "... k"], Float[Tensor, "... k"]]:
+    """Ids and log-probabilities of the k most probable tokens, most probable first, ties to the lower id.
+
+    Args:
+        logits: [..., V] or LinearLogits; no gradient is taken.
+        k: 1 <= k <= V.
+        transform: the model's own scale, softcap and padded vocabulary.
+        chunk_size: upper bound on the rows of a full-width tile.
+
+    Returns:
+        token_ids [..., k] (int64) and log_probs [..., k] (nats, at temperature 1, over the whole vocabulary).
+
+    Peak extra memory: one tile (for LinearLogits also one product). One GEMM for LinearLogits.
+
+    Raises:
+        ValueError: for a k outside 1 to V.
+    """
+    token_ids, coarse = top_coarse(logits, k, transform=transform, temperature=1.0, chunk_size=chunk_size)
+    return token_ids, coarse.log_probs
+
+
+@torch.no_grad()
+def top_coarse(
+    logits: Logits, k: int, *, transform: LogitTransform | None, temperature: float, chunk_size: int | None
+) -> tuple[Tensor, CoarseLogits]:
+    """The top k ids [..., k] and the coarse logits at them, in one pass (one GEMM for LinearLogits)."""
+    logits = check_logits(logits)
+    reader = read_as(logits, transform, temperature, chunk_size)
+    if not 1 <= k <= reader.width:
+        raise ValueError(f"k must be between 1 and the {reader.width} real tokens of the vocabulary, got {k}")
+    pieces = []
+    for _, _, raw in reader.products(logits):
+        token_ids = top_ids(raw, k, reader)
+        pieces.append((token_ids, *statistics(raw, token_ids, reader, entropy=False)[:2]))
+    token_ids, selected, rest = join(pieces)
+    shape = row_shape(logits)
+    return token_ids.reshape(*shape, k), CoarseLogits(selected.reshape(*shape, k), rest.reshape(shape))
+
+
+def top_ids(raw: Tensor, k: int, reader: TileReader) -> Integer[Tensor, "rows k"]:
+    """The k largest columns of each row of raw logits, largest first, ties to the lower id."""
+    token_ids = torch.empty((math.prod(raw.shape[:-1]), k), dtype=torch.int64, device=raw.device)
+    for start, stop, tile in reader.tiles(raw):
+        z = tile[:, : reader.width]
+        # One more than k shows whether the border is tied; which of the tied ones topk returns is unspecified.
+        values, ids = z.topk(min(k + 1, reader.width), dim=1)
+        if k < reader.width:
+            tied = (values[:, k - 1] == values[:, k]).nonzero().squeeze(1)
+            ids = ids[:, :k].index_copy(0, tied, _lowest_at_border(z[tied], values[tied, k - 1 : k], k))
+        ids = ids.sort(1).values
+        order = z.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+        token_ids[start:stop] = ids.gather(1, order)
+    return token_ids
+
+
+def _lowest_at_border(z: Tensor, border: Tensor, k: int) -> Tensor:
+    """k ids of each row: all above the border value, then the lowest of those equal to it."""
+    equal = z == border
+    above = ~(z <= border)  # a NaN counts as above, as in topk
+    chosen = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    return chosen.nonzero()[:, 1].view(-1, k)
