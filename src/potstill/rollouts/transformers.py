@@ -1,0 +1,110 @@
+"""Completions sampled by transformers' own `generate`, from exactly the distribution that was asked for."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from potstill.rollouts.dataset import PromptRow
+
+
+@dataclass(frozen=True)
+class TransformersRollouts:
+    """Sample one completion per prompt, all prompts in one left-padded batch with a key-value cache.
+
+    Args:
+        tokenizer: names the padding and, together with the model's generation_config, the EOS tokens.
+        max_new_tokens: a completion that reaches it ends without EOS.
+        temperature: above 0; or 0 for greedy decoding.
+        top_p: nucleus sampling; 1.0 samples from every token.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be > 0, or 0 for greedy decoding, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1.0 samples from every token")
+
+    def __call__(self, model: PreTrainedModel, rows: Sequence[PromptRow], *, seed: int) -> list[list[int]]:
+        """Complete the prompts.
+
+        Args:
+            model: put in eval mode for the time being, and back.
+            rows: prompts of at least one token each.
+            seed: the samples depend on it alone; the global generators are left as they were.
+
+        Returns:
+            Token ids per prompt, without the prompt; the first EOS, where there is one, is the last of them.
+        """
+        prompts = [row["prompt_ids"] for row in rows]
+        eos_token_ids = stop_token_ids(model, self.tokenizer)
+        pad_token_id = pad_id(self.tokenizer, eos_token_ids)
+        width = max(map(len, prompts))
+        input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompts])
+        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        config = GenerationConfig(
+            max_new_tokens=self.max_new_tokens,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature or 1.0,
+            top_p=self.top_p,
+            top_k=0,
+            use_cache=True,
+            eos_token_id=eos_token_ids,
+            pad_token_id=pad_token_id,
+        )
+        # `generate` takes what a config leaves open, such as a repetition penalty, from the model's own.
+        own_config, was_training = model.generation_config, model.training
+        model.generation_config = config
+        model.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(device_type=model.device.type):
+                torch.manual_seed(seed)
+                output = model.generate(  # type: ignore[operator]
+                    input_ids=input_ids.to(model.device),
+                    attention_mask=attention_mask.to(model.device),
+                    generation_config=config,
+                )
+        finally:
+            model.generation_config = own_config
+            model.train(was_training)
+        return [cut_after_eos(completion, eos_token_ids) for completion in output[:, width:].tolist()]
+
+
+def cut_after_eos(token_ids: Sequence[int], eos_token_ids: Collection[int]) -> list[int]:
+    """Keep a completion up to its first EOS, that one included: after it there is padding, whatever its id."""
+    for position, token_id in enumerate(token_ids):
+        if token_id in eos_token_ids:
+            return list(token_ids[: position + 1])
+    return list(token_ids)
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a completion: those of the model's generation_config, which may be several, and the
+    tokenizer's.
+
+    Raises:
+        ValueError: neither names one.
+    """
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ids:
+        ids.append(tokenizer.eos_token_id)
+    if not ids:
+        raise ValueError("neither the tokenizer nor generation_config has an EOS token; set tokenizer.eos_token")
+    return ids
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int]) -> int:
+    """The id to fill batches with: the tokenizer's padding token, or an EOS where it has none."""
+    return eos_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id

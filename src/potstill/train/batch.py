@@ -1,0 +1,68 @@
+"""Prompts and completions as tensors. The only place that knows that row s predicts token s + 1."""
+
+from collections.abc import Collection, Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from potstill.rollouts.transformers import cut_after_eos
+
+
+class Batch(TypedDict):
+    """B sequences, padded on the right to S tokens; N scored rows.
+
+    A row of the model's output is scored if the *next* token belongs to the completion: its logits are what is
+    compared with the teacher's. The first EOS is scored; prompt, padding and all after the first EOS are not.
+    """
+
+    input_ids: Tensor  # [B, S] int64
+    attention_mask: Tensor  # [B, S] int64, 0 at padding
+    position_ids: Tensor  # [B, S] int64
+    score_mask: Tensor  # [B, S] bool
+    scored_rows: Tensor  # [N] int64, where score_mask is true in the flattened [B * S]
+    target_ids: Tensor  # [N] int64, the token that each scored row predicts
+
+
+def make_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    *,
+    eos_token_ids: Collection[int],
+    pad_token_id: int,
+) -> Batch:
+    """Lay out prompts and completions side by side.
+
+    Args:
+        prompts: token ids, at least one per prompt, since no row predicts a first token.
+        completions: token ids, one completion per prompt; what follows the first EOS is left out. A completion
+            without EOS, cut short by its maximal length, is scored as a whole.
+        eos_token_ids: ids that end a completion.
+        pad_token_id: any valid id: masks come from lengths, never from comparing with it.
+
+    Raises:
+        ValueError: a prompt is empty, or the numbers of prompts and completions differ.
+    """
+    if len(prompts) != len(completions):
+        raise ValueError(f"{len(prompts)} prompts but {len(completions)} completions; give one completion per prompt")
+    completions = [cut_after_eos(completion, eos_token_ids) for completion in completions]
+    lengths = [len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    shape = (len(prompts), max(lengths, default=0))
+    input_ids = torch.full(shape, pad_token_id)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    score_mask = torch.zeros(shape, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if not prompt:
+            raise ValueError(f"prompt {row} is empty; begin it with the tokenizer's BOS token")
+        input_ids[row, : lengths[row]] = torch.tensor([*prompt, *completion])
+        attention_mask[row, : lengths[row]] = 1
+        score_mask[row, len(prompt) - 1 : lengths[row] - 1] = True
+    scored_rows = score_mask.flatten().nonzero().squeeze(1)
+    return Batch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=torch.arange(shape[1]).expand(shape).contiguous(),
+        score_mask=score_mask,
+        scored_rows=scored_rows,
+        target_ids=input_ids.flatten()[scored_rows + 1],
+    )
