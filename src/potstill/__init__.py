@@ -2,6 +2,7 @@
 
 from potstill.core.coarse import CoarseLogits, coarse_logits
 from potstill.core.divergences import DIVERGENCES, Divergence
+from potstill.core.full_vocab import full_vocab_distillation_loss
 from potstill.core.head import PotstillHead
 from potstill.core.losses import TAILS, DistillationOutput, topk_distillation_loss
 from potstill.core.teacher import SampledTargets, TeacherTopK
@@ -23,6 +24,7 @@ __all__ = [
     "SampledTargets",
     "TeacherTopK",
     "coarse_logits",
+    "full_vocab_distillation_loss",
     "student_topk",
     "topk_distillation_loss",
 ]

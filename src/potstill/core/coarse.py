@@ -30,7 +30,9 @@ from potstill.core.tiles import (
     TileReader,
     chunk_bounds,
     columns_of,
+    from_parts,
     multiply,
+    parts_of,
     read_as,
     row_blocks,
     row_pieces,
@@ -142,7 +144,7 @@ def coarse_logits(
     shape = row_shape(logits)
     check_token_ids(token_ids, shape, vocab_width(logits))
     ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
-    parts = logits if isinstance(logits, LinearLogits) else (logits,)
+    parts = parts_of(logits)
     device = parts[0].device.type
     with torch.autocast(device, enabled=False):
         selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
@@ -269,7 +271,7 @@ class _Coarse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token_ids, reader, entropy, reuse_logits, *parts):
-        logits = LinearLogits(*parts) if len(parts) > 1 else parts[0]
+        logits = from_parts(parts)
         selected, rest, rest_mean = join(
             statistics(raw, token_ids[start:stop], reader, entropy) for start, stop, raw in reader.products(logits)
         )

@@ -26,7 +26,7 @@ from potstill.core.divergences import DIVERGENCES, check_divergence
 from potstill.core.metrics import RowNumbers, overlap, summarise
 from potstill.core.numerics import INF, compute_dtype, normalise
 from potstill.core.rows import RowWeights, TeacherRows
-from potstill.core.single_pass import single_pass, single_pass_pays
+from potstill.core.single_pass import form_coarse, single_pass, single_pass_pays
 from potstill.core.teacher import SampledTargets, TeacherTopK
 from potstill.core.tiles import LinearLogits, read_as, row_shape, vocab_width
 from potstill.core.topk import student_topk
@@ -264,7 +264,9 @@ def topk_distillation_loss(
         check_reusable(logits)
     if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory):
         reader = read_as(logits, transform, temperature, chunk_size)
-        loss, rows = single_pass(logits, target.token_ids, reader, score, weights.factor, entropy=entropy)
+        given = dict(token_ids=target.token_ids, reader=reader, score=score, factor=weights.factor, entropy=entropy)
+        loss, fields = single_pass(partial(form_coarse, **given), logits)
+        rows = RowNumbers(*fields)
     else:
         coarse = coarse_logits(
             logits,

@@ -30,6 +30,14 @@ class RowNumbers(NamedTuple):
 
 
 @torch.no_grad()
+def summarise_losses(per_token: Tensor, weights: RowWeights) -> dict[str, Tensor]:
+    """What any loss can say of its per_token [N]: range, and the share of rows below 0."""
+    low, high = _range(per_token, weights.mask)
+    negative = (per_token < 0).sum() * weights.per_row  # unscored rows are 0
+    return {"loss_min": low, "loss_max": high, "negative_fraction": negative}
+
+
+@torch.no_grad()
 def summarise(rows: RowNumbers, weights: RowWeights, *, entropy: bool) -> dict[str, Tensor]:
     """Metrics of the scored rows."""
     mask, per_row = weights.mask, weights.per_row
@@ -44,12 +52,12 @@ def summarise(rows: RowNumbers, weights: RowWeights, *, entropy: bool) -> dict[s
         "student_tail_mass": mean(rows.student_tail_mass),
         "teacher_tail_mass": mean(rows.teacher_tail_mass),
         "clamped_fraction": mean(rows.clamped),
-        "negative_fraction": mean((rows.raw_loss < 0).to(rows.raw_loss.dtype)),
     }
     for name, x in (("student_mass", rows.student_mass), ("teacher_mass", rows.teacher_mass)):
         metrics[name] = mean(x)
         metrics[f"{name}_min"], metrics[f"{name}_max"] = _range(x, mask)
-    metrics["loss_min"], metrics["loss_max"] = _range(rows.per_token, mask)
+    metrics |= summarise_losses(rows.per_token, weights)
+    metrics["negative_fraction"] = mean((rows.raw_loss < 0).to(rows.raw_loss.dtype))
     if entropy:
         metrics["student_entropy"] = mean(rows.student_entropy)
     return metrics

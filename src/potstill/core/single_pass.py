@@ -20,6 +20,12 @@ from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
 
 WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a time
 
+Needs = tuple[bool, bool, bool]
+"""Which of hidden, weight and bias need a gradient."""
+
+Form = Callable[[LinearLogits, Needs], tuple[Tensor, tuple[Tensor, ...], "LinearGradients"]]
+"""From the parts: the loss, numbers of each row (per_token first), and the gradients of the loss."""
+
 Score = Callable[[CoarseLogits, slice], RowNumbers]
 """The loss of some rows: their coarse logits and which rows they are, to their numbers."""
 
@@ -45,31 +51,24 @@ def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
     return fits and not torch.compiler.is_compiling()
 
 
-def single_pass(
-    linear: LinearLogits,
-    token_ids: Tensor,
-    reader: TileReader,
-    score: Score,
-    factor: Tensor,
-    *,
-    entropy: bool,
-) -> tuple[Tensor, RowNumbers]:
-    """sum(score(rows).per_token * factor) and the numbers of all rows; differentiable in the parts of `linear`."""
+def single_pass(form: Form, linear: LinearLogits) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss and row numbers that `form` gives; the loss is differentiable in the parts of `linear`, once."""
     with torch.autocast(linear.hidden.device.type, enabled=False):
-        loss, *fields = _SinglePass.apply(token_ids, reader, score, factor, entropy, *linear)
-    return loss, RowNumbers(*fields)
+        loss, *rows = _SinglePass.apply(form, *linear)
+    return loss, tuple(rows)
 
 
-def form_gradients(
+def form_coarse(
     linear: LinearLogits,
+    needs: Needs,
+    *,
     token_ids: Tensor,
     reader: TileReader,
     score: Score,
     factor: Tensor,
     entropy: bool,
-    needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, RowNumbers, "LinearGradients"]:
-    """The loss, the numbers of every row, and the gradients of the parts that need one."""
+    """sum(score(rows).per_token * factor) over coarse logits, the numbers of every row, and the gradients."""
     hidden = linear.hidden.reshape(-1, linear.hidden.shape[-1])
     grads = LinearGradients.zeros(linear, needs)
     loss = factor.new_zeros(())
@@ -98,7 +97,7 @@ class LinearGradients(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def zeros(cls, linear: LinearLogits, needs: tuple[bool, bool, bool]) -> "LinearGradients":
+    def zeros(cls, linear: LinearLogits, needs: Needs) -> "LinearGradients":
         """Room for the gradients that are needed."""
         hidden, weight, bias = linear
         return cls(
@@ -132,15 +131,13 @@ def scale_into(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _SinglePass(torch.autograd.Function):
-    """Wires `form_gradients`: forward keeps the gradients, backward scales them by the loss's own."""
+    """Forward keeps the gradients that `form` gives, backward scales them by the loss's own."""
 
     @staticmethod
-    def forward(ctx, token_ids, reader, score, factor, entropy, *parts):
+    def forward(ctx, form, *parts):
         ctx.set_materialize_grads(False)
         linear = LinearLogits(*parts)
-        loss, rows, grads = form_gradients(
-            linear, token_ids, reader, score, factor, entropy, tuple(ctx.needs_input_grad[5:])
-        )
+        loss, rows, grads = form(linear, tuple(ctx.needs_input_grad[1:]))
         ctx.save_for_backward(*grads)
         ctx.hidden_shape, ctx.dtype, ctx.spent = linear.hidden.shape, linear.hidden.dtype, False
         ctx.mark_non_differentiable(*rows[1:])
@@ -151,20 +148,19 @@ class _SinglePass(torch.autograd.Function):
     def backward(ctx, d_loss, d_per_token, *_):
         if d_per_token is not None:
             raise RuntimeError(
-                'memory="single_pass" forms gradients for `loss` alone, but a gradient arrived for `per_token`: '
-                'pass memory="recompute", or weigh the rows with token_weights'
+                "single_pass forms gradients for `loss` alone, but a gradient arrived for `per_token`: pass "
+                'memory="recompute" (or logits, in full_vocab), or weigh the rows with token_weights'
             )
         if ctx.spent:
             raise RuntimeError(
-                'memory="single_pass" keeps its gradients for one backward; pass memory="recompute" for a second one'
+                'single_pass keeps its gradients for one backward; pass memory="recompute" for a second one'
             )
         ctx.spent = True
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         if d_loss is None:
-            return (None,) * 8
-        with torch.no_grad():
-            if d_hidden is not None:
-                d_hidden = d_hidden.mul_(d_loss).view(ctx.hidden_shape)
-            d_weight = None if d_weight is None else scale_into(d_weight, d_loss, ctx.dtype)
-            d_bias = None if d_bias is None else scale_into(d_bias, d_loss, ctx.dtype)
-        return None, None, None, None, None, d_hidden, d_weight, d_bias
+            return None, None, None, None
+        if d_hidden is not None:
+            d_hidden = d_hidden.mul_(d_loss).view(ctx.hidden_shape)
+        d_weight = None if d_weight is None else scale_into(d_weight, d_loss, ctx.dtype)
+        d_bias = None if d_bias is None else scale_into(d_bias, d_loss, ctx.dtype)
+        return None, d_hidden, d_weight, d_bias

@@ -6,7 +6,7 @@ host sync and no special case. Memory: one tile, plus for LinearLogits one produ
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +33,16 @@ class LinearLogits(NamedTuple):
 
 
 Logits = Tensor | LinearLogits
+
+
+def parts_of(logits: Logits) -> tuple[Tensor, ...]:
+    """The tensors of logits, as an autograd.Function takes them: (logits,) or (hidden, weight, bias or None)."""
+    return tuple(logits) if isinstance(logits, LinearLogits) else (logits,)
+
+
+def from_parts(parts: Sequence[Tensor]) -> Logits:
+    """The inverse of parts_of."""
+    return LinearLogits(*parts) if len(parts) > 1 else parts[0]
 
 
 def row_shape(logits: Logits) -> torch.Size:
@@ -109,18 +119,22 @@ class TileReader:
     width: int
     chunk_size: int | None
 
-    def tiles(self, raw: Tensor, width: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
+    def tiles(
+        self, raw: Tensor | list[Tensor], width: int | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (start, stop, tile): rows start to stop of z, [rows, width + 1], the spare column at -inf.
 
         The tile is scratch memory: it may be overwritten, and is by the next one. `raw` [..., V] may have any
-        strides and is only read; its columns from `width` on are not looked at.
+        strides (or be its row_blocks) and is only read; its columns from `width` on are not looked at.
         """
         width = self.width if width is None else width
-        dtype = compute_dtype(raw.dtype)
-        blocks = row_blocks(raw)
-        n_rows = math.prod(raw.shape[:-1])
-        rows = rows_within(budget(raw.device).tile, width, dtype.itemsize, self.chunk_size)
-        scratch = raw.new_empty((min(rows, n_rows), width + 1), dtype=dtype)
+        blocks = raw if isinstance(raw, list) else row_blocks(raw)
+        n_rows = sum(block.shape[0] for block in blocks)
+        if n_rows == 0:
+            return
+        dtype = dtype or compute_dtype(blocks[0].dtype)
+        rows = rows_within(budget(blocks[0].device).tile, width, dtype.itemsize, self.chunk_size)
+        scratch = blocks[0].new_empty((min(rows, n_rows), width + 1), dtype=dtype)
         for start, stop in chunk_bounds(n_rows, rows):
             tile = scratch[: stop - start]
             for rows_of_tile, block in row_pieces(blocks, start, stop):
@@ -143,13 +157,29 @@ class TileReader:
         if not isinstance(logits, LinearLogits):
             yield 0, math.prod(logits.shape[:-1]), logits
             return
-        hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        n_rows, rows = hidden.shape[0], self.product_rows(logits)
-        buffer = hidden.new_empty((min(rows, n_rows), self.width))
-        for start, stop in chunk_bounds(n_rows, rows) or [(0, 0)]:
-            product = buffer[: stop - start]
-            multiply(LinearLogits(hidden[start:stop], *logits[1:]), 0, self.width, out=product)
-            yield start, stop, product
+        raw_rows = RawRows(logits, self.width)
+        for start, stop in chunk_bounds(math.prod(row_shape(logits)), self.product_rows(logits)) or [(0, 0)]:
+            yield start, stop, raw_rows(start, stop)[0]
+
+
+class RawRows:
+    """Raw logits by rows, as row blocks; those of a LinearLogits are multiplied into one buffer, reused each time."""
+
+    def __init__(self, logits: Logits, width: int) -> None:
+        self.width = width
+        self.linear = logits if isinstance(logits, LinearLogits) else None
+        self.blocks = [] if isinstance(logits, LinearLogits) else row_blocks(logits)
+        self.buffer: Tensor | None = None
+
+    def __call__(self, start: int, stop: int) -> list[Tensor]:
+        """Row blocks of the rows start to stop, valid until the next call."""
+        if self.linear is None:
+            return [block for _, block in row_pieces(self.blocks, start, stop)]
+        hidden = self.linear.hidden.reshape(-1, self.linear.hidden.shape[-1])[start:stop]
+        if self.buffer is None or self.buffer.shape[0] < stop - start:
+            self.buffer = hidden.new_empty((stop - start, self.width))
+        out = self.buffer[: stop - start]
+        return [multiply(LinearLogits(hidden, *self.linear[1:]), 0, self.width, out=out)]
 
 
 def multiply(linear: LinearLogits, start: int, stop: int, out: Tensor) -> Tensor:

@@ -58,19 +58,23 @@ def top_coarse(
 
 
 def top_ids(raw: Tensor, k: int, reader: TileReader) -> Integer[Tensor, "rows k"]:
-    """The k largest columns of each row of raw logits, largest first, ties to the lower id."""
+    """The k largest columns of each row of raw logits, as `tile_top_ids` orders them."""
     token_ids = torch.empty((math.prod(raw.shape[:-1]), k), dtype=torch.int64, device=raw.device)
     for start, stop, tile in reader.tiles(raw):
-        z = tile[:, : reader.width]
-        # One more than k shows whether the border is tied; which of the tied ones topk returns is unspecified.
-        values, ids = z.topk(min(k + 1, reader.width), dim=1)
-        if k < reader.width:
-            tied = (values[:, k - 1] == values[:, k]).nonzero().squeeze(1)
-            ids = ids[:, :k].index_copy(0, tied, _lowest_at_border(z[tied], values[tied, k - 1 : k], k))
-        ids = ids.sort(1).values
-        order = z.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
-        token_ids[start:stop] = ids.gather(1, order)
+        token_ids[start:stop] = tile_top_ids(tile[:, : reader.width], k)
     return token_ids
+
+
+def tile_top_ids(z: Float[Tensor, "rows V"], k: int) -> Integer[Tensor, "rows k"]:
+    """The k largest columns of each row, largest first, ties to the lower id."""
+    # One more than k shows whether the border is tied; which of the tied ones topk returns is unspecified.
+    values, ids = z.topk(min(k + 1, z.shape[1]), dim=1)
+    if k < z.shape[1]:
+        tied = (values[:, k - 1] == values[:, k]).nonzero().squeeze(1)
+        ids = ids[:, :k].index_copy(0, tied, _lowest_at_border(z[tied], values[tied, k - 1 : k], k))
+    ids = ids.sort(1).values
+    order = z.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)
 
 
 def _lowest_at_border(z: Tensor, border: Tensor, k: int) -> Tensor:

@@ -1,0 +1,256 @@
+"""Exact divergences over the whole vocabulary, for a teacher whose logits (or hidden states and head) are at hand.
+
+Rows are taken tile by tile through ordinary PyTorch: log-softmax of both sides, the divergence's terms, their sum.
+Autograd differentiates one tile at a time, so nothing of size [N, V] exists beyond the caller's own tensors.
+
+A student given as logits keeps nothing: backward reads both inputs again. A student given as LinearLogits forms
+its gradients in forward (three GEMMs, one more for a LinearLogits teacher; see single_pass for what that costs).
+Hidden states and a head are thus the smallest exact payload of a teacher: H numbers a row.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from potstill.core.checks import check_logits
+from potstill.core.divergences import DIVERGENCES, check_divergence
+from potstill.core.losses import DistillationOutput
+from potstill.core.metrics import summarise_losses
+from potstill.core.numerics import compute_dtype, logsumexp
+from potstill.core.rows import RowWeights
+from potstill.core.single_pass import LinearGradients, Needs, single_pass
+from potstill.core.tiles import (
+    LinearLogits,
+    Logits,
+    RawRows,
+    TileReader,
+    chunk_bounds,
+    from_parts,
+    parts_of,
+    read_as,
+    row_shape,
+)
+from potstill.core.topk import tile_top_ids
+from potstill.core.transform import LogitTransform
+
+
+def full_vocab_distillation_loss(
+    student: Float[Tensor, "... V"] | LinearLogits,
+    teacher: Float[Tensor, "... V"] | LinearLogits,
+    *,
+    divergence: str = "forward_kl",
+    k: int | None = None,
+    shape_weight: float | None = None,
+    mask: Shaped[Tensor, "..."] | None = None,
+    token_weights: Shaped[Tensor, "..."] | None = None,
+    num_tokens: int | float | Tensor | None = None,
+    temperature: float = 1.0,
+    temperature_squared: bool = False,
+    student_transform: LogitTransform | None = None,
+    teacher_transform: LogitTransform | None = None,
+    chunk_size: int | None = None,
+    **divergence_options: float,
+) -> DistillationOutput:
+    """Sum over scored rows of token_weights * D(teacher, student) / num_tokens, over all V categories.
+
+    With `shape_weight` the forward KL is split at the teacher's top k into what a top-k payload shows and what it
+    hides: bucket + shape_weight * p_tail * KL(shape of the teacher's tail, shape of the student's). 0 is the bucket
+    loss, 1 the full KL.
+
+    Args:
+        student: [..., V] logits, or LinearLogits.
+        teacher: [..., V'] logits, or LinearLogits; no gradient. V' = V unless both transforms give one vocab_size.
+        divergence: a name in DIVERGENCES; its options (beta, alpha) are further keywords.
+        k: number of the teacher's ids (ties to the lower id) kept apart, with shape_weight only.
+        shape_weight: >= 0, forward_kl only.
+        mask: [...] bool or integer, non-zero = scored. Unscored rows may hold anything.
+        token_weights: [...] float weights of the rows, default 1; no gradient.
+        num_tokens: the global number of scored tokens; default: the scored rows of this call. <= 0 gives loss 0.
+        temperature: divides both sides' logits.
+        temperature_squared: multiply per_token by temperature ** 2.
+        student_transform: the student's own scale, softcap and padded vocabulary.
+        teacher_transform: the teacher's.
+        chunk_size: exact upper bound on the rows of a full-width tile.
+        **divergence_options: the divergence's own, e.g. beta for jsd.
+
+    Returns:
+        DistillationOutput in float32 (float64 for a float64 student). With a LinearLogits student only `loss` can
+        be differentiated, once.
+
+    Peak extra memory: some ten tiles; for LinearLogits one product on each side and the gradients.
+
+    Raises:
+        TypeError: for a float mask, or what is no logits.
+        ValueError: for rows or vocabularies that do not match, unknown names or options, k or shape_weight alone.
+    """
+    student, teacher = check_logits(student, "student"), check_logits(teacher, "teacher")
+    check_divergence(divergence, divergence_options)
+    pairs = Pairs(
+        student,
+        from_parts([part if part is None else part.detach() for part in parts_of(teacher)]),
+        read_as(student, student_transform, temperature, chunk_size),
+        read_as(teacher, teacher_transform, temperature, chunk_size),
+    )
+    _check(pairs, divergence, k, shape_weight)
+    row_loss = RowLoss(divergence, divergence_options, k, shape_weight, temperature**2 if temperature_squared else 1.0)
+    shape, first = row_shape(student), parts_of(student)[0]
+    weights = RowWeights.of(shape, mask, token_weights, num_tokens, compute_dtype(first.dtype), first.device)
+    if isinstance(student, LinearLogits):
+        form = partial(form_full, pairs=pairs, row_loss=row_loss, weights=weights)
+        loss, (per_token,) = single_pass(form, student)
+    else:
+        readers = pairs.student_reader, pairs.teacher_reader
+        with torch.autocast(first.device.type, enabled=False):
+            per_token = _FullVocab.apply(student, weights.mask, row_loss, readers, *parts_of(pairs.teacher))
+        loss = (per_token * weights.factor).sum()
+    return DistillationOutput(loss, per_token.view(shape), summarise_losses(per_token, weights))
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """The loss of the rows of a tile [C, V] of student and teacher logits: ordinary, differentiable PyTorch."""
+
+    divergence: str
+    options: dict[str, float]
+    k: int | None
+    shape_weight: float | None
+    scale: float
+
+    def __call__(self, student_z: Tensor, teacher_z: Tensor, mask: Tensor) -> Tensor:
+        """per_token [C], 0 at unscored rows."""
+        unscored = ~mask[:, None]
+        # Unscored rows may hold NaN; replaced before any arithmetic, their gradient is exactly 0.
+        student = student_z.masked_fill(unscored, 0.0).log_softmax(1)
+        teacher = teacher_z.masked_fill(unscored, 0.0).log_softmax(1)
+        terms = DIVERGENCES[self.divergence].terms
+        value = terms(student, teacher, **self.options).sum(1)
+        if self.k is not None and self.shape_weight is not None:
+            # The full KL is the bucket loss plus p_tail times the KL of the tails' shapes.
+            token_ids = tile_top_ids(teacher, self.k)
+            bucket = terms(fold(student, token_ids), fold(teacher, token_ids), **self.options).sum(1)
+            value = bucket + self.shape_weight * (value - bucket)
+        return torch.where(mask, value * self.scale, 0.0)
+
+
+def fold(log_probs: Float[Tensor, "rows V"], token_ids: Tensor) -> Float[Tensor, "rows categories"]:
+    """Log-probabilities of the ids [C, K] and, last, of anything else."""
+    rest = logsumexp(log_probs.scatter(1, token_ids, -torch.inf))
+    return torch.cat([log_probs.gather(1, token_ids), rest[:, None]], 1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Student and teacher, read side by side in tiles of the same rows."""
+
+    student: Logits
+    teacher: Logits
+    student_reader: TileReader
+    teacher_reader: TileReader
+
+    def pieces(self) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
+        """Yield (rows, raw student, raw teacher) as row blocks; each LinearLogits side is multiplied there."""
+        n_rows = math.prod(row_shape(self.student))
+        sides = ((self.student, self.student_reader), (self.teacher, self.teacher_reader))
+        size = min([n_rows, *(reader.product_rows(x) for x, reader in sides if isinstance(x, LinearLogits))])
+        student, teacher = (RawRows(x, reader.width) for x, reader in sides)
+        for start, stop in chunk_bounds(n_rows, max(size, 1)):
+            yield slice(start, stop), student(start, stop), teacher(start, stop)
+
+    def tiles(self, student: list[Tensor], teacher: list[Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (rows within the piece, student z, teacher z), both [C, V] in the student's compute dtype."""
+        width, dtype = self.student_reader.width, compute_dtype(student[0].dtype)
+        both = zip(
+            self.student_reader.tiles(student, dtype=dtype),
+            self.teacher_reader.tiles(teacher, dtype=dtype),
+            strict=True,
+        )
+        for (start, stop, student_z), (_, _, teacher_z) in both:
+            yield slice(start, stop), student_z[:, :width], teacher_z[:, :width]
+
+    def gradients(
+        self, student: list[Tensor], teacher: list[Tensor], row_loss: "RowLoss", mask: Tensor, upstream: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (rows, per_token, gradient of sum(upstream * per_token) by the raw student [C, V]), tile by tile."""
+        reader = self.student_reader
+        for rows, student_z, teacher_z in self.tiles(student, teacher):
+            slope = reader.transform.derivative(student_z, reader.temperature)
+            with torch.enable_grad():
+                z = student_z.detach().requires_grad_()
+                per_token = row_loss(z, teacher_z, mask[rows])
+            (d_z,) = torch.autograd.grad(per_token, z, upstream[rows])
+            # A NaN in an unscored row survives the slope of a softcap, so its zeros come last.
+            idle = (upstream[rows] == 0) | ~mask[rows]
+            yield rows, per_token.detach(), d_z.mul_(slope).masked_fill_(idle[:, None], 0.0)
+
+
+def form_full(
+    linear: LinearLogits, needs: Needs, *, pairs: Pairs, row_loss: RowLoss, weights: RowWeights
+) -> tuple[Tensor, tuple[Tensor], LinearGradients]:
+    """The loss of a LinearLogits student, per_token of every row, and the gradients."""
+    hidden = linear.hidden.reshape(-1, linear.hidden.shape[-1])
+    grads = LinearGradients.zeros(linear, needs)
+    per_token = torch.empty_like(weights.factor)
+    for rows, student, teacher in pairs.pieces():
+        mask, factor = weights.mask[rows], weights.factor[rows]
+        for tile, value, d_raw in pairs.gradients(student, teacher, row_loss, mask, factor):
+            per_token[rows][tile] = value
+            student[0][tile] = d_raw
+        grads.add(student[0], hidden[rows], linear.weight, rows)
+    return (per_token * weights.factor).sum(), (per_token,), grads
+
+
+class _FullVocab(torch.autograd.Function):
+    """per_token [N] of a student given as logits; keeps the inputs alone and reads them again in backward."""
+
+    @staticmethod
+    def forward(ctx, student, mask, row_loss, readers, *teacher):
+        ctx.save_for_backward(student, mask, *teacher)
+        ctx.row_loss, ctx.readers = row_loss, readers
+        pairs = Pairs(student, from_parts(teacher), *readers)
+        per_token = torch.empty(mask.shape, dtype=compute_dtype(student.dtype), device=student.device)
+        for rows, student_raw, teacher_raw in pairs.pieces():
+            for tile, student_z, teacher_z in pairs.tiles(student_raw, teacher_raw):
+                per_token[rows][tile] = row_loss(student_z, teacher_z, mask[rows][tile])
+        return per_token
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        student, mask, *teacher = ctx.saved_tensors
+        pairs = Pairs(student, from_parts(teacher), *ctx.readers)
+        d_student = torch.empty_like(student, memory_format=torch.contiguous_format)
+        out = d_student.view(mask.numel(), student.shape[-1])
+        out[:, ctx.readers[0].width :].zero_()
+        for rows, student_raw, teacher_raw in pairs.pieces():
+            for tile, _, d_raw in pairs.gradients(student_raw, teacher_raw, ctx.row_loss, mask[rows], upstream[rows]):
+                out[rows][tile, : d_raw.shape[1]] = d_raw
+        return d_student, None, None, None, *[None] * len(teacher)
+
+
+def _check(pairs: Pairs, divergence: str, k: int | None, shape_weight: float | None) -> None:
+    if row_shape(pairs.student) != row_shape(pairs.teacher):
+        raise ValueError(
+            f"the teacher has rows {list(row_shape(pairs.teacher))} but the student has rows "
+            f"{list(row_shape(pairs.student))}; row n of both must describe the same prediction"
+        )
+    real = pairs.student_reader.width, pairs.teacher_reader.width
+    if real[0] != real[1]:
+        raise ValueError(
+            f"student and teacher have {real[0]} and {real[1]} real tokens; say which are real in both with "
+            "student_transform=LogitTransform(vocab_size=...) and teacher_transform=LogitTransform(vocab_size=...)"
+        )
+    if (k is None) != (shape_weight is None):
+        raise ValueError(f"k and shape_weight go together, got k={k} and shape_weight={shape_weight}")
+    if k is None or shape_weight is None:
+        return
+    if divergence != "forward_kl":
+        raise ValueError(f"shape_weight splits the forward KL only, got divergence={divergence!r}")
+    if not 1 <= k <= real[0]:
+        raise ValueError(f"k must be between 1 and the {real[0]} real tokens of the vocabulary, got {k}")
+    if not shape_weight >= 0:
+        raise ValueError(f"shape_weight must be >= 0 (0 is the bucket loss, 1 the full KL), got {shape_weight}")
