@@ -145,8 +145,7 @@ def coarse_logits(
     check_token_ids(token_ids, shape, vocab_width(logits))
     ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
     parts = parts_of(logits)
-    device = parts[0].device.type
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(token_ids.device.type, enabled=False):
         selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
     return CoarseLogits(
         selected.reshape(*shape, ids.shape[1]),

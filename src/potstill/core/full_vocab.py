@@ -30,6 +30,7 @@ from potstill.core.tiles import (
     RawRows,
     TileReader,
     chunk_bounds,
+    first_part,
     from_parts,
     parts_of,
     read_as,
@@ -98,7 +99,7 @@ def full_vocab_distillation_loss(
     )
     _check(pairs, divergence, k, shape_weight)
     row_loss = RowLoss(divergence, divergence_options, k, shape_weight, temperature**2 if temperature_squared else 1.0)
-    shape, first = row_shape(student), parts_of(student)[0]
+    shape, first = row_shape(student), first_part(student)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, compute_dtype(first.dtype), first.device)
     if isinstance(student, LinearLogits):
         form = partial(form_full, pairs=pairs, row_loss=row_loss, weights=weights)
@@ -125,13 +126,13 @@ class RowLoss:
         """per_token [C], 0 at unscored rows."""
         unscored = ~mask[:, None]
         # Unscored rows may hold NaN; replaced before any arithmetic, their gradient is exactly 0.
-        student = student_z.masked_fill(unscored, 0.0).log_softmax(1)
-        teacher = teacher_z.masked_fill(unscored, 0.0).log_softmax(1)
+        teacher_z = teacher_z.masked_fill(unscored, 0.0)
+        student, teacher = student_z.masked_fill(unscored, 0.0).log_softmax(1), teacher_z.log_softmax(1)
         terms = DIVERGENCES[self.divergence].terms
         value = terms(student, teacher, **self.options).sum(1)
         if self.k is not None and self.shape_weight is not None:
             # The full KL is the bucket loss plus p_tail times the KL of the tails' shapes.
-            token_ids = tile_top_ids(teacher, self.k)
+            token_ids = tile_top_ids(teacher_z, self.k)
             bucket = terms(fold(student, token_ids), fold(teacher, token_ids), **self.options).sum(1)
             value = bucket + self.shape_weight * (value - bucket)
         return torch.where(mask, value * self.scale, 0.0)
@@ -164,12 +165,9 @@ class Pairs:
     def tiles(self, student: list[Tensor], teacher: list[Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (rows within the piece, student z, teacher z), both [C, V] in the student's compute dtype."""
         width, dtype = self.student_reader.width, compute_dtype(student[0].dtype)
-        both = zip(
-            self.student_reader.tiles(student, dtype=dtype),
-            self.teacher_reader.tiles(teacher, dtype=dtype),
-            strict=True,
-        )
-        for (start, stop, student_z), (_, _, teacher_z) in both:
+        student_tiles = self.student_reader.tiles(student, dtype=dtype)
+        teacher_tiles = self.teacher_reader.tiles(teacher, dtype=dtype)
+        for (start, stop, student_z), (_, _, teacher_z) in zip(student_tiles, teacher_tiles, strict=True):
             yield slice(start, stop), student_z[:, :width], teacher_z[:, :width]
 
     def gradients(

@@ -28,7 +28,7 @@ from potstill.core.numerics import INF, compute_dtype, normalise
 from potstill.core.rows import RowWeights, TeacherRows
 from potstill.core.single_pass import form_coarse, single_pass, single_pass_pays
 from potstill.core.teacher import SampledTargets, TeacherTopK
-from potstill.core.tiles import LinearLogits, read_as, row_shape, vocab_width
+from potstill.core.tiles import LinearLogits, first_part, read_as, row_shape, vocab_width
 from potstill.core.topk import student_topk
 from potstill.core.transform import LogitTransform
 
@@ -253,7 +253,7 @@ def topk_distillation_loss(
     )
     shape, vocab_size = row_shape(logits), vocab_width(logits)
     objective.check_teacher(teacher, shape, temperature)
-    dtype = compute_dtype((logits.hidden if isinstance(logits, LinearLogits) else logits).dtype)
+    dtype = compute_dtype(first_part(logits).dtype)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, dtype, teacher.token_ids.device)
     if check:
         teacher.validate(vocab_size, weights.mask.view(shape))
@@ -264,8 +264,15 @@ def topk_distillation_loss(
         check_reusable(logits)
     if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory):
         reader = read_as(logits, transform, temperature, chunk_size)
-        given = dict(token_ids=target.token_ids, reader=reader, score=score, factor=weights.factor, entropy=entropy)
-        loss, fields = single_pass(partial(form_coarse, **given), logits)
+        form = partial(
+            form_coarse,
+            token_ids=target.token_ids,
+            reader=reader,
+            score=score,
+            factor=weights.factor,
+            entropy=entropy,
+        )
+        loss, fields = single_pass(form, logits)
         rows = RowNumbers(*fields)
     else:
         coarse = coarse_logits(

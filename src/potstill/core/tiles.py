@@ -8,7 +8,7 @@ host sync and no special case. Memory: one tile, plus for LinearLogits one produ
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Integer
@@ -35,19 +35,24 @@ class LinearLogits(NamedTuple):
 Logits = Tensor | LinearLogits
 
 
-def parts_of(logits: Logits) -> tuple[Tensor, ...]:
+def parts_of(logits: Logits) -> tuple[Tensor | None, ...]:
     """The tensors of logits, as an autograd.Function takes them: (logits,) or (hidden, weight, bias or None)."""
     return tuple(logits) if isinstance(logits, LinearLogits) else (logits,)
 
 
-def from_parts(parts: Sequence[Tensor]) -> Logits:
+def from_parts(parts: Sequence[Any]) -> Logits:
     """The inverse of parts_of."""
     return LinearLogits(*parts) if len(parts) > 1 else parts[0]
 
 
+def first_part(logits: Logits) -> Tensor:
+    """The tensor that says what device, dtype and rows logits have."""
+    return logits.hidden if isinstance(logits, LinearLogits) else logits
+
+
 def row_shape(logits: Logits) -> torch.Size:
     """The leading dimensions [...] of logits [..., V]."""
-    return (logits.hidden if isinstance(logits, LinearLogits) else logits).shape[:-1]
+    return first_part(logits).shape[:-1]
 
 
 def vocab_width(logits: Logits) -> int:

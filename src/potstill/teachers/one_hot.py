@@ -1,14 +1,14 @@
 """A teacher that is certain of the data's own tokens: with it, distillation is supervised training."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from potstill import TeacherTopK
 
 
-def one_hot_teacher(batch: Mapping[str, Tensor]) -> TeacherTopK:
+def one_hot_teacher(batch: Mapping[str, Any]) -> TeacherTopK:
     """Probability 1 on the token that follows each scored row.
 
     The forward KL to it is the cross-entropy of that token, so that a warm-up needs no second loss.

@@ -5,8 +5,10 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from potstill.rollouts.transformers import cut_after_eos
+from potstill.rollouts.dataset import PromptRow
+from potstill.rollouts.transformers import cut_after_eos, pad_id, stop_token_ids
 
 
 class Batch(TypedDict):
@@ -66,3 +68,20 @@ def make_batch(
         scored_rows=scored_rows,
         target_ids=input_ids.flatten()[scored_rows + 1],
     )
+
+
+def batch_for(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    completions: Sequence[Sequence[int]],
+) -> Batch:
+    """`make_batch` with the EOS and padding tokens of model and tokenizer, on the model's device."""
+    eos_token_ids = stop_token_ids(model, tokenizer)
+    batch = make_batch(
+        [row["prompt_ids"] for row in rows],
+        completions,
+        eos_token_ids=eos_token_ids,
+        pad_token_id=pad_id(tokenizer, eos_token_ids),
+    )
+    return Batch(**{name: tensor.to(model.device) for name, tensor in batch.items()})  # type: ignore
