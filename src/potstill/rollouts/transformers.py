@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.random import fork_rng
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from potstill.rollouts.dataset import PromptRow
@@ -63,16 +64,18 @@ class TransformersRollouts:
             eos_token_id=eos_token_ids,
             pad_token_id=pad_token_id,
         )
+        device = model.device
+        forked = fork_rng([]) if device.type == "cpu" else fork_rng([device], device_type=device.type)
         # `generate` takes what a config leaves open, such as a repetition penalty, from the model's own.
         own_config, was_training = model.generation_config, model.training
         model.generation_config = config
         model.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(device_type=model.device.type):
+            with torch.no_grad(), forked:
                 torch.manual_seed(seed)
                 output = model.generate(  # type: ignore[operator]
-                    input_ids=input_ids.to(model.device),
-                    attention_mask=attention_mask.to(model.device),
+                    input_ids=input_ids.to(device),
+                    attention_mask=attention_mask.to(device),
                     generation_config=config,
                 )
         finally:

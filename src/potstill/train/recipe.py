@@ -20,18 +20,17 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "logging_first_step": True,
     "logging_nan_inf_filter": False,  # it would show a NaN loss as the average of the others
     "save_strategy": "no",  # the model is saved at the end
-    "remove_unused_columns": False,  # the columns are prompts and answers, not arguments of the model
     "dataloader_pin_memory": False,  # a batch is lists of token ids until the student has completed it
-    "disable_tqdm": True,
+    "disable_tqdm": True,  # there is a progress line of our own
+    "use_cache": True,  # of the saved configuration; a training forward never caches
 }
-REFUSED_TRAINING = {
+REFUSED_TRAINING = {  # what would run another loss or another forward
     "use_liger_kernel": "the student's head computes the distillation loss itself",
     "label_smoothing_factor": "there are no labels to smooth",
     "torch_compile": "the loss inside the head is a new function at every step, compiled anew at every step",
     "deepspeed": "start several processes with torchrun (DDP) instead",
     "fsdp": "start several processes with torchrun (DDP) instead",
     "push_to_hub": "upload the finished folder with `hf upload` instead",
-    "remove_unused_columns": "it would remove the prompts",
 }
 
 

@@ -1,0 +1,90 @@
+"""What a run shows and records: one line on a terminal, plain lines elsewhere, metrics.jsonl always."""
+
+import json
+import math
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class ProgressLine(TrainerCallback):
+    """Write every log row to `metrics.jsonl` in the output folder, and show where training is.
+
+    Args:
+        label: the phase, shown first and recorded as `phase`.
+    """
+
+    def __init__(self, label: str):
+        self.label = label
+        self.latest = ""
+        self.began, self.first_step = time.perf_counter(), 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock that the remaining time is estimated by."""
+        self.began, self.first_step = time.perf_counter(), state.global_step
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record the row; show it if it is one of training or of the held-out prompts."""
+        if not state.is_world_process_zero or not logs:
+            return
+        numbers = {name: value if math.isfinite(value) else None for name, value in logs.items()}
+        path = Path(args.output_dir or ".") / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"phase": self.label, "step": state.global_step, **numbers}) + "\n")
+        if "loss" in logs:
+            self.latest = (
+                f"loss {logs['loss']:.4f}  student mass {logs['student_mass']:.3f}  "
+                f"{logs['tokens_per_second']:,.0f} tokens/s"
+            )
+            self._show(state)
+        elif "eval_kl" in logs:
+            show(f"held-out  KL {logs['eval_kl']:.4f}  " + exact_match_text(logs))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep the terminal's step count and remaining time up to date between logs."""
+        if state.is_world_process_zero and sys.stdout.isatty() and self.latest:
+            self._show(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the terminal's line standing."""
+        if state.is_world_process_zero and sys.stdout.isatty():
+            print()
+
+    def _show(self, state: TrainerState) -> None:
+        done = state.global_step - self.first_step
+        left = (time.perf_counter() - self.began) / max(done, 1) * (state.max_steps - state.global_step)
+        line = f"{self.label}  step {state.global_step}/{state.max_steps}  {self.latest}"
+        show(f"{line}  {timedelta(seconds=round(left))} left", replaceable=True)
+
+
+def show(line: str, *, replaceable: bool = False) -> None:
+    """Print a line; on a terminal it takes the place of a replaceable one that stands there."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K{line}", end="" if replaceable else "\n", flush=True)
+    else:
+        print(line, flush=True)
+
+
+def exact_match_text(metrics: dict[str, float]) -> str:
+    """`exact match 92.6 %`, or nothing for prompts without answers."""
+    return f"exact match {metrics['eval_exact_match']:.1%}" if "eval_exact_match" in metrics else ""

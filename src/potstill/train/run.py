@@ -1,0 +1,220 @@
+"""A recipe carried out: load, warm up, measure, distil, measure again, save."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+from potstill import topk_distillation_loss
+from potstill.rollouts.dataset import PromptRow, read_jsonl, tokenize
+from potstill.rollouts.transformers import TransformersRollouts
+from potstill.teachers.local import LocalTeacher, check_same_tokenizer
+from potstill.teachers.one_hot import one_hot_teacher
+from potstill.train.card import comparison, model_card
+from potstill.train.families import logit_transform
+from potstill.train.models import build_student, kept_layers
+from potstill.train.progress import METRICS_FILE, show
+from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe
+from potstill.train.strict import RecipeError
+from potstill.train.trainer import DistillationTrainer
+
+
+class RunResult(NamedTuple):
+    """Where the model was saved, and the held-out metrics (empty without held-out prompts; see `evaluate`)."""
+
+    folder: Path
+    before: dict[str, float]
+    after: dict[str, float]
+
+
+def run(recipe: Recipe) -> RunResult:
+    """Carry out a recipe: one call on every rank.
+
+    Raises:
+        RecipeError: what the recipe names cannot be loaded or does not fit together.
+    """
+    args = training_arguments(recipe)
+    folder = Path(args.output_dir or ".")
+    metrics = folder / METRICS_FILE
+    set_seed(args.seed)
+    trainer = build_trainer(recipe, args)
+    resuming = args.resume_from_checkpoint is not None
+    if not resuming:
+        if args.should_save:
+            metrics.unlink(missing_ok=True)
+        if recipe.warmup.steps:
+            warm_up(recipe, trainer)
+    before = after = {}
+    if trainer.eval_dataset is not None:
+        before = first_measurement(metrics) if resuming else trainer.evaluate()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if trainer.eval_dataset is not None:
+        after = trainer.evaluate()
+    trainer.save_model()
+    if args.should_save:
+        (folder / "README.md").write_text(model_card(recipe, before, after), encoding="utf-8")
+        if after:
+            show("\n" + comparison(before, after))
+        show(f"\nmodel: {folder}\nmetrics: {metrics}")
+    return RunResult(folder, before, after)
+
+
+def training_arguments(recipe: Recipe, **changes: Any) -> TrainingArguments:
+    """The recipe's TrainingArguments, with our defaults.
+
+    Raises:
+        RecipeError: transformers refuses them.
+    """
+    with _naming("training"):
+        return TrainingArguments(
+            **{"output_dir": f"runs/{recipe.name}", **TRAINING_DEFAULTS, **recipe.training, **changes}
+        )
+
+
+def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTrainer:
+    """Load everything that the recipe names, the small things first.
+
+    Raises:
+        RecipeError: naming the key whose value cannot be loaded or does not fit.
+    """
+    student_spec, data = recipe.student, recipe.data
+    source = str(Path(__file__).parent.parent / "arithmetic" / "teacher")
+    source = source if recipe.teacher.model == PACKAGED else recipe.teacher.model
+    with _naming(f"teacher.model={recipe.teacher.model!r}"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+        logit_transform(config)
+    if student_spec.prune is not None:
+        with _naming("student"):
+            kept_layers(student_spec.prune.layers, config)
+    if student_spec.model is not None:
+        with _naming(f"student.model={student_spec.model!r}"):
+            own_tokenizer = AutoTokenizer.from_pretrained(student_spec.model)
+            check_same_tokenizer(own_tokenizer, tokenizer)
+            tokenizer = own_tokenizer
+            logit_transform(AutoConfig.from_pretrained(student_spec.model))
+    train = _prompts(recipe, "train", tokenizer, args.seed)
+    heldout = None if data.heldout is None else _prompts(recipe, "heldout", tokenizer, args.seed)
+    if recipe.warmup.steps and not any(row["answer"] is not None for row in train):
+        raise RecipeError("warmup.steps: no row of data.train has an `answer` to learn from; add some or set it to 0")
+    with _naming(f"teacher.model={recipe.teacher.model!r}"):
+        teacher_model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=recipe.teacher.dtype)
+        teacher_model.to(args.device)  # type: ignore[arg-type]
+    with _naming("student"):
+        student = build_student(student_spec, teacher_model)
+        transform, teacher_transform = _transforms(student, teacher_model, tokenizer)
+    with _naming("loss.top_k"):
+        teacher = LocalTeacher(teacher_model, teacher_transform, recipe.loss.top_k)
+    for name, model in (("teacher", teacher_model), ("student", student)):
+        show(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters")
+    with _naming("training"):
+        return DistillationTrainer(
+            student,
+            args,
+            teacher=teacher,
+            rollouts=TransformersRollouts(tokenizer, **vars(recipe.rollout)),
+            train_dataset=train,
+            eval_dataset=heldout,
+            processing_class=tokenizer,
+            loss=partial(topk_distillation_loss, divergence=recipe.loss.divergence, tail=recipe.loss.tail),
+            transform=transform,
+            answer_regex=data.answer_regex,
+        )
+
+
+def warm_up(recipe: Recipe, trainer: DistillationTrainer) -> None:
+    """Supervised steps: the same trainer, on the data's answers, with a teacher that is certain of them."""
+    tokenizer = trainer.tokenizer
+    rows: Any = trainer.train_dataset
+
+    def answers(model: PreTrainedModel, rows: Sequence[PromptRow], *, seed: int) -> list[list[int]]:
+        texts = [row["answer"] for row in rows]
+        return [[*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in texts]
+
+    args = training_arguments(
+        recipe,
+        max_steps=recipe.warmup.steps,
+        learning_rate=recipe.warmup.learning_rate,
+        per_device_train_batch_size=recipe.warmup.batch_size,
+        gradient_accumulation_steps=1,
+        save_strategy="no",
+        eval_strategy="no",
+        eval_on_start=False,
+        load_best_model_at_end=False,
+    )
+    warm = DistillationTrainer(
+        trainer.student.model,
+        args,
+        teacher=one_hot_teacher,
+        rollouts=answers,
+        train_dataset=[row for row in rows if row["answer"] is not None],
+        processing_class=tokenizer,
+        transform=trainer.student.transform,
+        phase="warm-up",
+    )
+    warm.train()
+    warm.accelerator.unwrap_model(warm.model_wrapped, keep_fp32_wrapper=False)
+
+
+def first_measurement(metrics: Path) -> dict[str, float]:
+    """The held-out metrics that an earlier, interrupted run began with; empty if there are none."""
+    with contextlib.suppress(OSError), open(metrics, encoding="utf-8") as lines:
+        for line in lines:
+            if "eval_kl" in (row := json.loads(line)):
+                return {name: value for name, value in row.items() if name.startswith("eval_")}
+    return {}
+
+
+def _prompts(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[PromptRow]:
+    file, limit = getattr(recipe.data, split), getattr(recipe.data, f"{split}_rows")
+    with _naming(f"data.{split}"):
+        if file == PACKAGED:
+            from potstill.arithmetic.task import problems
+
+            default = 20_000 if split == "train" else 512
+            rows: list[dict[str, Any]] = problems(split, limit or default, seed)  # type: ignore
+        else:
+            rows = read_jsonl(recipe.folder / file, limit)
+        prompts = tokenize(rows, tokenizer, recipe.data.max_prompt_tokens)
+    left_out = len(rows) - len(prompts)
+    note = f" ({left_out:,} left out: more than {recipe.data.max_prompt_tokens} tokens)" if left_out else ""
+    show(f"{split} prompts: {len(prompts):,}{note}")
+    return prompts
+
+
+def _transforms(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    transforms = [logit_transform(model.config) for model in (student, teacher)]
+    widths = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
+    if widths[0] == widths[1]:
+        return transforms
+    # Heads of one tokenizer that were padded to different widths: only its own tokens are in both softmaxes.
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    if vocab_size > min(widths):
+        raise ValueError(
+            f"the tokenizer has {vocab_size} tokens, student and teacher heads {widths[0]} and {widths[1]}"
+        )
+    return [replace(transform, vocab_size=vocab_size) for transform in transforms]
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """What goes wrong within concerns this key of the recipe."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise RecipeError(f"{key}: {error}") from error
