@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from potstill import TeacherTopK, topk_distillation_loss
 from potstill.train.strict import RecipeError, build, check_known, expect, nearest, parse_yaml
 
 PACKAGED = "potstill:arithmetic"
@@ -125,8 +128,8 @@ class Rollout:
 class Loss:
     """The divergence from the teacher's `top_k` tokens at each position, and what becomes of all others."""
 
-    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
-    tail: Literal["bucket", "drop"] = "bucket"
+    divergence: str = "forward_kl"
+    tail: str = "bucket"
     top_k: int = 64
 
 
@@ -235,12 +238,25 @@ def _check(recipe: Recipe) -> None:
     for key, file in (("data.train", data.train), ("data.heldout", data.heldout)):
         if file is not None and file != PACKAGED and not (recipe.folder / file).is_file():
             raise RecipeError(f"{key}: no file {recipe.folder / file}; paths are relative to the recipe's folder")
+    _check_loss(recipe.loss)
     if student.config is not None:
         _check_student_config(student.config)
     _check_training(recipe.training)
 
 
+def _check_loss(loss: Loss) -> None:
+    # The loss knows what it accepts: it is asked with one row over a vocabulary of top_k tokens.
+    token_ids = torch.arange(loss.top_k).unsqueeze(0)
+    logits = torch.zeros(token_ids.shape)
+    teacher = TeacherTopK(token_ids, logits.log_softmax(-1))
+    try:
+        topk_distillation_loss(logits, teacher, divergence=loss.divergence, tail=loss.tail)
+    except ValueError as error:
+        raise RecipeError(f"loss: {error}") from None
+
+
 def _check_student_config(config: dict[str, Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     model_type = str(config.get("model_type"))
@@ -253,6 +269,10 @@ def _check_student_config(config: dict[str, Any]) -> None:
     known = ["model_type", *(spec.name for spec in fields(config_class)), *config_class.attribute_map]
     for key in config:
         check_known(key, known, "student.config.")
+    try:
+        config_class(**config)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise RecipeError(f"student.config: {error}") from None
 
 
 def _check_training(training: dict[str, Any]) -> None:

@@ -1,0 +1,109 @@
+"""Recipes: every mistake is answered with file, key and remedy, before any model is loaded."""
+
+import pytest
+import yaml
+
+from potstill.train import load_recipe
+from potstill.train.recipe import Data, Loss, Recipe, Rollout, Student, Teacher, Warmup
+from potstill.train.strict import RecipeError, parse_yaml
+
+pytest_plugins = ["train_fixtures"]
+
+
+def test_a_recipe_becomes_dataclasses(recipe_file):
+    recipe = load_recipe(recipe_file, ["training.max_steps=5", "warmup.learning_rate=1e-3", "loss.tail=drop"])
+    assert recipe.name == "tiny" and recipe.folder == recipe_file.parent
+    assert recipe.student.prune.layers == 2 and recipe.student.model is None
+    assert recipe.warmup == Warmup(steps=0, learning_rate=1e-3)
+    assert recipe.loss == Loss(top_k=4, tail="drop")
+    assert recipe.training["max_steps"] == 5
+    assert recipe.source["training"]["max_steps"] == 5
+
+
+def test_defaults_and_short_forms(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}')
+    path = tmp_path / "r.yaml"
+    path.write_text("student: org/small\nteacher: org/large\ndata: {train: p.jsonl}\nwarmup:\ntraining:\n")
+    assert load_recipe(path) == Recipe(
+        student=Student(model="org/small"),
+        teacher=Teacher(model="org/large"),
+        data=Data(train="p.jsonl"),
+        warmup=Warmup(),
+        rollout=Rollout(),
+        loss=Loss(),
+        name="r",
+        folder=tmp_path,
+        source=load_recipe(path).source,
+    )
+    assert load_recipe(path, ["teacher=org/other"]).teacher.model == "org/other"
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("los.tail=drop", r"unknown key los; did you mean loss\?"),
+        ("loss.topk=4", r"unknown key loss.topk; did you mean loss.top_k\?"),
+        ("student.prune.layer=3", r"unknown key student.prune.layer; did you mean student.prune.layers\?"),
+        ("training.max_stepz=4", r"unknown key training.max_stepz; did you mean training.max_steps\?"),
+        ("rollout.zzz=4", "unknown key rollout.zzz; known: max_new_tokens, temperature, top_p"),
+        ("training.max_steps=many", "training.max_steps is 'many'; expected int"),
+        ("training.learning_rate=true", "training.learning_rate is True; expected float"),
+        ("loss.top_k=4.5", r"loss.top_k is 4.5; expected int"),
+        ("student.dtype=int8", "student.dtype is 'int8'; expected one of auto, float32, bfloat16, float16"),
+        ("student.prune.layers=[1, x]", r"student.prune.layers is \[1, 'x'\]; expected int or a list of int"),
+        ("loss=3", "loss is 3; expected a mapping"),
+        ("teacher={}", "teacher.model is missing"),
+        ("data=", "data is missing"),
+        ("student.model=x", "exactly one of model, prune and config; got model and prune"),
+        ("student=", "student is missing"),
+        ("student={}", "exactly one of model, prune and config; got none of them"),
+        ("student={config: {model_type: lama}}", r"student.config.model_type is 'lama'; did you mean llama\?"),
+        ("student={config: {model_type: llama, hiden_size: 8}}", r"did you mean student.config.hidden_size\?"),
+        ("student={config: {model_type: llama, vocab_size: 8}}", "student.config.vocab_size comes from the teacher"),
+        ("student={config: {model_type: llama, hidden_size: x}}", "student.config: .*hidden_size"),
+        ("warmup.steps=-1", "warmup.steps is -1; expected 0 or more"),
+        ("warmup.learning_rate=0", "warmup.learning_rate is 0; expected a number above 0"),
+        ("rollout.temperature=0", "rollout.temperature is 0; expected a number above 0"),
+        ("rollout.top_p=1.5", "rollout.top_p is 1.5; expected at most 1"),
+        ("rollout.max_new_tokens=0", "rollout.max_new_tokens is 0; expected 1 or more"),
+        ("loss.top_k=0", "loss.top_k is 0; expected 1 or more"),
+        ("loss.tail=bukket", "tail .*bukket"),
+        ("loss.divergence=kl", "divergence .*'kl'"),
+        ("data.train=x.jsonl", r"data.train: no file .*x.jsonl; paths are relative to the recipe's folder"),
+        ("data.answer_regex=abc", "data.answer_regex 'abc' has no group"),
+        ("data.answer_regex='('", "data.answer_regex .* is no regular expression"),
+        ("training.fsdp=full_shard", "training.fsdp is not supported: start several processes with torchrun"),
+        ("training.use_liger_kernel=true", "training.use_liger_kernel is not supported"),
+        ("max_steps", "'max_steps' is no override; write section.key=value"),
+        ("loss.tail.x=1", "tail is .*; expected a mapping"),
+        ("loss.tail=[", "not valid YAML"),
+    ],
+)
+def test_mistakes_are_named(recipe_file, override, message):
+    source = yaml.safe_load(recipe_file.read_text())
+    source["loss"]["tail"] = "bucket"
+    recipe_file.write_text(yaml.safe_dump(source))
+    with pytest.raises(RecipeError, match=rf"tiny\.yaml: .*{message}"):
+        load_recipe(recipe_file, [override])
+
+
+def test_files_that_are_no_recipe(tmp_path):
+    with pytest.raises(RecipeError, match=r"none\.yaml: cannot read the recipe \(No such file"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(RecipeError, match=r"the recipe is \[1\]; expected a mapping"):
+        load_recipe(tmp_path / "list.yaml")
+    (tmp_path / "twice.yaml").write_text("teacher: a\nteacher: b\n")
+    with pytest.raises(RecipeError, match="key 'teacher' is given twice"):
+        load_recipe(tmp_path / "twice.yaml")
+    (tmp_path / "latin.yaml").write_bytes(b"teacher: \xe9\n")
+    with pytest.raises(RecipeError, match="no UTF-8"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+def test_yaml_is_version_1_2():
+    text = "{a: 1e-4, b: no, c: off, d: 1_000, e: 012, f: true, g: -3, h: 1.5e3, i: ~, j: 12:30, k: .5}"
+    assert parse_yaml(text) == {
+        **{"a": 1e-4, "b": "no", "c": "off", "d": "1_000", "e": "012", "f": True},
+        **{"g": -3, "h": 1500.0, "i": None, "j": "12:30", "k": 0.5},
+    }
