@@ -61,9 +61,12 @@ def check_token_ids(token_ids: Tensor, shape: torch.Size, vocab_size: int) -> No
 
 
 def refuse_where(bad: Tensor, message: Callable[[], str]) -> None:
-    """ValueError with `message()` if any entry is bad; on CUDA an asynchronous assert, without a host sync."""
-    if bad.is_cuda:
-        torch._assert_async(~bad.any(), "potstill: an input has values out of range; run it on CPU for the details")
+    """ValueError with `message()` if any entry is bad.
+
+    On CUDA, and while compiling, an assert inside the graph without a host sync: it cannot say which entry.
+    """
+    if bad.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(~bad.any(), "potstill: a value is out of range; run the call eagerly on CPU for which")
     elif not isinstance(bad, torch._subclasses.FakeTensor) and bool(bad.any()):
         raise ValueError(message())
 

@@ -16,7 +16,7 @@ all rows, so that each piece of the weight's gradient is one GEMM (4 GEMMs in al
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -146,7 +146,14 @@ def coarse_logits(
     ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
     parts = parts_of(logits)
     with torch.autocast(token_ids.device.type, enabled=False):
-        selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
+        if torch.compiler.is_compiling():
+            from potstill.core.compiled import coarse_op
+
+            first, weight, bias = (*parts, None, None)[:3]
+            settings = (reader.transform.scale, reader.transform.softcap, *reader[1:])
+            selected, rest, rest_mean = coarse_op(first, weight, bias, ids, entropy, *settings)
+        else:
+            selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
     return CoarseLogits(
         selected.reshape(*shape, ids.shape[1]),
         rest.reshape(shape),
@@ -238,8 +245,8 @@ def linear_gradients(
     reader: TileReader,
     coarse: CoarseLogits,
     upstream: CoarseLogits,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
     """Gradients of hidden, weight and bias by multiplying again, over vocabulary tiles that hold every row."""
     shape = linear.hidden.shape
     hidden = linear.hidden.reshape(-1, shape[-1])
@@ -265,33 +272,53 @@ def linear_gradients(
     return d_hidden, d_weight, d_bias
 
 
+def coarse_forward(
+    parts: Sequence[Tensor | None], token_ids: Tensor, reader: TileReader, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`statistics` of every row of logits given by their parts."""
+    pieces = reader.products(from_parts(parts))
+    selected, rest, rest_mean = join(statistics(raw, token_ids[a:b], reader, entropy) for a, b, raw in pieces)
+    return selected, rest, rest_mean
+
+
+def coarse_backward(
+    parts: Sequence[Tensor | None],
+    token_ids: Tensor,
+    reader: TileReader,
+    entropy: bool,
+    numbers: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    needs: Sequence[bool],
+    *,
+    reuse_logits: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the parts from (rest, rest_mean) and the gradients of (selected, rest, rest_mean)."""
+    (rest, rest_mean), (d_selected, d_rest, d_rest_mean) = numbers, upstream
+    coarse = CoarseLogits(d_selected, rest, rest_mean if entropy else None)
+    incoming = CoarseLogits(d_selected, d_rest, d_rest_mean if entropy else None)
+    logits = from_parts(parts)
+    with torch.autocast(token_ids.device.type, enabled=False):
+        if isinstance(logits, LinearLogits):
+            return linear_gradients(logits, token_ids, reader, coarse, incoming, needs)
+        out = logits if reuse_logits else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        gradient(logits, token_ids, reader, coarse, incoming, out=out)
+        return (out,)
+
+
 class _Coarse(torch.autograd.Function):
-    """Wires `statistics` to `gradient` and `linear_gradients`; the maths is in those."""
+    """Wires coarse_forward to coarse_backward. Reused logits are written through the saved tensor: autograd sees."""
 
     @staticmethod
     def forward(ctx, token_ids, reader, entropy, reuse_logits, *parts):
-        logits = from_parts(parts)
-        selected, rest, rest_mean = join(
-            statistics(raw, token_ids[start:stop], reader, entropy) for start, stop, raw in reader.products(logits)
-        )
+        selected, rest, rest_mean = coarse_forward(parts, token_ids, reader, entropy)
         ctx.save_for_backward(token_ids, rest, rest_mean, *parts)
         ctx.reader, ctx.entropy, ctx.reuse_logits = reader, entropy, reuse_logits
         return selected, rest, rest_mean
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, d_selected, d_rest, d_rest_mean):
-        token_ids, rest, rest_mean, *parts = ctx.saved_tensors
-        coarse = CoarseLogits(d_selected, rest, rest_mean if ctx.entropy else None)
-        upstream = CoarseLogits(d_selected, d_rest, d_rest_mean if ctx.entropy else None)
-        with torch.autocast(token_ids.device.type, enabled=False):
-            if len(parts) == 1:
-                # Written through the saved tensor itself, so that autograd sees that reused logits changed.
-                out = (
-                    parts[0] if ctx.reuse_logits else torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-                )
-                gradient(parts[0], token_ids, ctx.reader, coarse, upstream, out=out)
-                return None, None, None, None, out
-            needs = ctx.needs_input_grad[4:]
-            grads = linear_gradients(LinearLogits(*parts), token_ids, ctx.reader, coarse, upstream, needs)
-            return None, None, None, None, *grads
+    def backward(ctx, *upstream):
+        token_ids, *numbers_and_parts = ctx.saved_tensors
+        numbers, parts = numbers_and_parts[:2], numbers_and_parts[2:]
+        given = (parts, token_ids, ctx.reader, ctx.entropy, numbers, upstream, ctx.needs_input_grad[4:])
+        return None, None, None, None, *coarse_backward(*given, reuse_logits=ctx.reuse_logits)

@@ -18,6 +18,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from potstill.core.checks import check_logits
+from potstill.core.compiled import outside_graph
 from potstill.core.divergences import DIVERGENCES, check_divergence
 from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses
@@ -107,7 +108,8 @@ def full_vocab_distillation_loss(
     else:
         readers = pairs.student_reader, pairs.teacher_reader
         with torch.autocast(first.device.type, enabled=False):
-            per_token = _FullVocab.apply(student, weights.mask, row_loss, readers, *parts_of(pairs.teacher))
+            given = (student, weights.mask, row_loss, readers, *parts_of(pairs.teacher))
+            per_token = outside_graph(_FullVocab.apply, *given)
         loss = (per_token * weights.factor).sum()
     return DistillationOutput(loss, per_token.view(shape), summarise_losses(per_token, weights))
 

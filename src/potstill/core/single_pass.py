@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from potstill.core.coarse import CoarseLogits, gradient, join, statistics
+from potstill.core.compiled import outside_graph
 from potstill.core.metrics import RowNumbers
 from potstill.core.numerics import compute_dtype
 from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
@@ -54,7 +55,7 @@ def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
 def single_pass(form: Form, linear: LinearLogits) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The loss and row numbers that `form` gives; the loss is differentiable in the parts of `linear`, once."""
     with torch.autocast(linear.hidden.device.type, enabled=False):
-        loss, *rows = _SinglePass.apply(form, *linear)
+        loss, *rows = outside_graph(_SinglePass.apply, form, *linear)
     return loss, tuple(rows)
 
 

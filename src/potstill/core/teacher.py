@@ -14,6 +14,7 @@ from torch import Tensor
 from potstill.core.checks import refuse_where
 from potstill.core.coarse import coarse_logits
 from potstill.core.numerics import INF, compute_dtype
+from potstill.core.targets import sample_targets
 from potstill.core.tiles import LinearLogits
 from potstill.core.topk import top_coarse
 from potstill.core.transform import LogitTransform
@@ -155,6 +156,54 @@ class SampledTargets:
 
     def __post_init__(self) -> None:
         _check_pair("SampledTargets", self.token_ids, "weights", self.weights)
+
+    @classmethod
+    def from_logits(
+        cls,
+        logits: Float[Tensor, "... V"] | LinearLogits,
+        k: int,
+        *,
+        method: str = "threshold",
+        top_h: int | None = None,
+        generator: torch.Generator | None = None,
+        temperature: float = 1.0,
+        transform: LogitTransform | None = None,
+        chunk_size: int | None = None,
+    ) -> "SampledTargets":
+        """K weighted ids of each row, random, with the teacher's distribution as their mean. No gradient.
+
+        Args:
+            logits: the teacher's [..., V], or LinearLogits (one GEMM).
+            k: slots of a row, 1 <= k <= V.
+            method: "threshold" (least squared error) and "top_h" fill k slots with distinct ids; where no more than
+                k ids have any probability, the row is exact and further slots are -1. "random" makes k draws,
+                repeats merged at weight count / k; slots left over are -1 with weight 0. See core/targets.py.
+            top_h: for "top_h" alone: how many of the most probable ids at least are exact, 0 < top_h < k.
+            generator: source of the random numbers; the same seed gives the same targets at any chunk_size, and,
+                for a CPU generator, on any device.
+            temperature: divides the logits.
+            transform: the model's own scale, softcap and padded vocabulary.
+            chunk_size: upper bound on the rows of a full-width tile.
+
+        Returns:
+            SampledTargets with int64 ids and float32 weights (float64 for float64 logits), each row summing to 1.
+
+        Peak extra memory: about five tiles (for LinearLogits also one product).
+
+        Raises:
+            ValueError: for a k outside 1 to V, an unknown method, or a top_h that is out of range or not used.
+        """
+        token_ids, weights = sample_targets(
+            logits,
+            k,
+            method=method,
+            top_h=top_h,
+            generator=generator,
+            temperature=temperature,
+            transform=transform,
+            chunk_size=chunk_size,
+        )
+        return cls(token_ids, weights, temperature)
 
     def validate(self, vocab_size: int, mask: Bool[Tensor, "..."] | None = None) -> "SampledTargets":
         """Refuse rows that are no distribution; return self.

@@ -7,7 +7,6 @@ host sync and no special case. Memory: one tile, plus for LinearLogits one produ
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +114,7 @@ def row_pieces(blocks: list[Tensor], start: int, stop: int) -> Iterator[tuple[sl
         offset += block.shape[0]
 
 
-@dataclass(frozen=True)
-class TileReader:
+class TileReader(NamedTuple):
     """How raw logits become z: the transform, the temperature, the real width and the rows of a tile."""
 
     transform: LogitTransform
