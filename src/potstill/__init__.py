@@ -4,7 +4,9 @@ from potstill.core.coarse import CoarseLogits, coarse_logits
 from potstill.core.divergences import DIVERGENCES, Divergence
 from potstill.core.full_vocab import full_vocab_distillation_loss
 from potstill.core.head import PotstillHead
-from potstill.core.losses import TAILS, DistillationOutput, topk_distillation_loss
+from potstill.core.losses import DistillationOutput, topk_distillation_loss
+from potstill.core.objective import TAILS
+from potstill.core.sampled import sampled_token_loss
 from potstill.core.teacher import SampledTargets, TeacherTopK
 from potstill.core.tiles import LinearLogits
 from potstill.core.topk import student_topk
@@ -25,6 +27,7 @@ __all__ = [
     "TeacherTopK",
     "coarse_logits",
     "full_vocab_distillation_loss",
+    "sampled_token_loss",
     "student_topk",
     "topk_distillation_loss",
 ]

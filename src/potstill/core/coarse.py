@@ -16,7 +16,7 @@ all rows, so that each piece of the weight's gradient is one GEMM (4 GEMMs in al
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,21 +24,9 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from potstill.core.checks import check_logits, check_reusable, check_token_ids
-from potstill.core.numerics import INF, compute_dtype, logsumexp
-from potstill.core.tiles import (
-    LinearLogits,
-    TileReader,
-    chunk_bounds,
-    columns_of,
-    from_parts,
-    multiply,
-    parts_of,
-    read_as,
-    row_blocks,
-    row_pieces,
-    row_shape,
-    vocab_width,
-)
+from potstill.core.numerics import INF, logsumexp
+from potstill.core.passes import gradient, join, linear_gradients, statistics
+from potstill.core.tiles import LinearLogits, TileReader, from_parts, parts_of, read_as, row_shape, vocab_width
 from potstill.core.transform import LogitTransform
 
 
@@ -161,117 +149,6 @@ def coarse_logits(
     )
 
 
-def statistics(raw: Tensor, token_ids: Tensor, reader: TileReader, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """selected [N, K], rest [N] and rest_mean [N] (empty without entropy) of raw logits with N rows in all."""
-    n_rows, k = token_ids.shape
-    dtype = compute_dtype(raw.dtype)
-    selected = raw.new_empty((n_rows, k), dtype=dtype)
-    rest = raw.new_empty((n_rows,), dtype=dtype)
-    rest_mean = raw.new_empty((n_rows if entropy else 0,), dtype=dtype)
-    for start, stop, tile in reader.tiles(raw):  # [C, V + 1]
-        columns = columns_of(token_ids[start:stop], 0, reader.width)
-        torch.gather(tile, 1, columns, out=selected[start:stop])
-        tile.scatter_(1, columns, -INF)
-        peak = tile.amax(1, keepdim=True)
-        shift = peak.masked_fill(peak == -INF, 0.0)
-        tile.sub_(shift)
-        if entropy:
-            # exp is 0 at -1e30 as it is at -inf, and 0 * -1e30 is 0.
-            weights = tile.clamp_(min=-1e30).exp()
-            total = weights.sum(1)
-            mean = weights.mul_(tile).sum(1) / total + shift.squeeze(1)
-            nothing = peak.squeeze(1) == -INF
-            rest_mean[start:stop] = mean.masked_fill(nothing, 0.0)
-        else:
-            total = tile.exp_().sum(1)
-        rest[start:stop] = total.log_() + shift.squeeze(1)
-    return selected, rest, rest_mean
-
-
-def join(pieces: Iterable[tuple[Tensor, ...]]) -> Iterable[Tensor]:
-    """Concatenate the rows of pieces, field by field."""
-    fields = list(zip(*pieces, strict=True))
-    return (field[0] if len(field) == 1 else torch.cat(field) for field in fields)
-
-
-def gradient(
-    raw: Tensor,
-    token_ids: Tensor,
-    reader: TileReader,
-    coarse: CoarseLogits,
-    upstream: CoarseLogits,
-    *,
-    out: Tensor,
-    start_id: int = 0,
-    width: int | None = None,
-) -> None:
-    """dL/d raw of the ids start_id <= id < start_id + width, written to `out` (which may be `raw` itself).
-
-    `coarse` holds the numbers of the whole row (selected is not looked at), `upstream` the gradients of selected,
-    rest and rest_mean. Rows whose gradients are all zero get exact zeros, whatever their logits hold.
-    """
-    width = reader.width if width is None else width
-    out_blocks = row_blocks(out)
-    rest, rest_mean = coarse.rest, coarse.rest_mean
-    idle = (upstream.selected == 0).all(1) & (upstream.rest == 0)
-    if rest_mean is not None and upstream.rest_mean is not None:
-        idle &= upstream.rest_mean == 0
-    # Nothing but selected ids: every other column is -inf, and exp(-inf - inf) is the exact zero it needs.
-    rest = rest.masked_fill(rest == -INF, INF)
-    for start, stop, tile in reader.tiles(raw, width):  # [C, width + 1]
-        rows = slice(start, stop)
-        slope = reader.transform.derivative(tile, reader.temperature)
-        tile.sub_(rest[rows, None])  # log of the softmax over the rest
-        if rest_mean is None or upstream.rest_mean is None:
-            tile.exp_().mul_(upstream.rest[rows, None])
-        else:
-            weights = tile.clamp_(min=-1e30).exp()
-            centre = (1.0 + rest[rows] - rest_mean[rows]).masked_fill(rest[rows] == INF, 0.0)
-            tile.add_(centre[:, None]).mul_(upstream.rest_mean[rows, None]).add_(upstream.rest[rows, None])
-            tile.mul_(weights)
-        columns = columns_of(token_ids[rows], start_id, start_id + width)
-        tile.scatter_(1, columns, upstream.selected[rows])
-        if not (isinstance(slope, float) and slope == 1.0):
-            tile.mul_(slope)
-        tile.masked_fill_(idle[rows, None], 0.0)
-        for rows_of_tile, block in row_pieces(out_blocks, start, stop):
-            block[:, :width].copy_(tile[rows_of_tile, :width])
-            block[:, width:].zero_()
-
-
-def linear_gradients(
-    linear: LinearLogits,
-    token_ids: Tensor,
-    reader: TileReader,
-    coarse: CoarseLogits,
-    upstream: CoarseLogits,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, weight and bias by multiplying again, over vocabulary tiles that hold every row."""
-    shape = linear.hidden.shape
-    hidden = linear.hidden.reshape(-1, shape[-1])
-    linear = LinearLogits(hidden, *linear[1:])
-    n_rows = hidden.shape[0]
-    d_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype)) if needs[0] else None
-    d_weight = torch.zeros_like(linear.weight) if needs[1] else None
-    d_bias = torch.zeros_like(linear.bias) if linear.bias is not None and needs[2] else None
-    tile_width = max(1, reader.product_rows(linear) * reader.width // max(n_rows, 1))
-    buffer = hidden.new_empty(n_rows * min(tile_width, reader.width))
-    for start, stop in chunk_bounds(reader.width, tile_width):
-        product = buffer[: n_rows * (stop - start)].view(n_rows, stop - start)  # [N, v]
-        multiply(linear, start, stop, out=product)
-        gradient(product, token_ids, reader, coarse, upstream, out=product, start_id=start, width=stop - start)
-        if d_hidden is not None:
-            d_hidden += product @ linear.weight[start:stop]
-        if d_weight is not None:
-            torch.mm(product.t(), hidden, out=d_weight[start:stop])
-        if d_bias is not None:
-            d_bias[start:stop] = product.sum(0, dtype=compute_dtype(product.dtype))
-    if d_hidden is not None:
-        d_hidden = d_hidden.to(hidden.dtype).reshape(shape)
-    return d_hidden, d_weight, d_bias
-
-
 def coarse_forward(
     parts: Sequence[Tensor | None], token_ids: Tensor, reader: TileReader, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,14 +171,13 @@ def coarse_backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the parts from (rest, rest_mean) and the gradients of (selected, rest, rest_mean)."""
     (rest, rest_mean), (d_selected, d_rest, d_rest_mean) = numbers, upstream
-    coarse = CoarseLogits(d_selected, rest, rest_mean if entropy else None)
-    incoming = CoarseLogits(d_selected, d_rest, d_rest_mean if entropy else None)
+    given = (rest, rest_mean if entropy else None), (d_selected, d_rest, d_rest_mean if entropy else None)
     logits = from_parts(parts)
     with torch.autocast(token_ids.device.type, enabled=False):
         if isinstance(logits, LinearLogits):
-            return linear_gradients(logits, token_ids, reader, coarse, incoming, needs)
+            return linear_gradients(logits, token_ids, reader, *given, needs)
         out = logits if reuse_logits else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        gradient(logits, token_ids, reader, coarse, incoming, out=out)
+        gradient(logits, token_ids, reader, *given, out=out)
         return (out,)
 
 

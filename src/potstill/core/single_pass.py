@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from potstill.core.coarse import CoarseLogits, gradient, join, statistics
+from potstill.core.coarse import CoarseLogits
 from potstill.core.compiled import outside_graph
 from potstill.core.metrics import RowNumbers
 from potstill.core.numerics import compute_dtype
+from potstill.core.passes import gradient, join, statistics
 from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
 
 WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a time
@@ -81,11 +82,10 @@ def form_coarse(
             coarse = CoarseLogits(selected.requires_grad_(), rest.requires_grad_(), rest_mean if entropy else None)
             numbers = score(coarse, rows)
             piece_loss = (numbers.per_token * factor[rows]).sum()
-        upstream = CoarseLogits(*torch.autograd.grad(piece_loss, (selected, rest)))
+        d_selected, d_rest = torch.autograd.grad(piece_loss, (selected, rest))
         loss += piece_loss.detach()
         pieces.append(tuple(x.detach() for x in numbers))
-        coarse = CoarseLogits(selected.detach(), rest.detach())
-        gradient(product, token_ids[rows], reader, coarse, upstream, out=product)
+        gradient(product, token_ids[rows], reader, (rest.detach(), None), (d_selected, d_rest, None), out=product)
         grads.add(product, hidden[rows], linear.weight, rows)
     return loss, RowNumbers(*join(pieces)), grads
 

@@ -7,7 +7,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from potstill.core.checks import check_logits
-from potstill.core.coarse import CoarseLogits, join, statistics
+from potstill.core.coarse import CoarseLogits
+from potstill.core.passes import join, statistics
 from potstill.core.tiles import LinearLogits, Logits, TileReader, read_as, row_shape
 from potstill.core.transform import LogitTransform
 
