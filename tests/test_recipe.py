@@ -6,8 +6,12 @@ import yaml
 from potstill.train import load_recipe
 from potstill.train.recipe import Data, Loss, Recipe, Rollout, Student, Teacher, Warmup
 from potstill.train.strict import RecipeError, parse_yaml
+from train_fixtures import write_recipe
 
-pytest_plugins = ["train_fixtures"]
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    return write_recipe(tmp_path)
 
 
 def test_a_recipe_becomes_dataclasses(recipe_file):

@@ -75,6 +75,12 @@ def test_completions_end_with_their_first_eos_where_pad_is_eos():
     assert {ids[-1] for ids in completions} >= {2, 3}
 
 
+def test_padded_columns_of_the_head_are_never_sampled():
+    model, tokenizer = make_model(vocab_size=40), make_tokenizer()
+    completions = TransformersRollouts(tokenizer, max_new_tokens=8, vocab_size=22)(model, [row(1, 4)] * 64, seed=0)
+    assert {token for ids in completions for token in ids} <= set(range(22))
+
+
 def test_stop_ids_and_padding():
     model, tokenizer = make_model(), make_tokenizer()
     assert stop_token_ids(model, tokenizer) == [2]

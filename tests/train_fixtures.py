@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer
@@ -47,34 +46,27 @@ def make_model(seed: int = 0, layers: int = 2, hidden: int = 16, **config) -> Ll
     return LlamaForCausalLM(LlamaConfig(**fields))
 
 
-@pytest.fixture(scope="session")
-def teacher_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    make_model(seed=1, layers=4).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def recipe_file(tmp_path, teacher_folder) -> Path:
-    """A recipe that runs in a second: prune the teacher, warm up, distil, measure."""
+def write_recipe(folder: Path) -> Path:
+    """A recipe that runs in a second: prune the teacher, distil, measure."""
+    make_model(seed=1, layers=4).save_pretrained(folder / "teacher")
+    make_tokenizer().save_pretrained(folder / "teacher")
     rows = [{"prompt": f"a {i % 10} b {i // 10} c", "answer": f"d {i % 10} e"} for i in range(24)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:16]))
-    (tmp_path / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[16:]))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:16]))
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[16:]))
     recipe = {
         "student": {"prune": {"layers": 2}},
-        "teacher": {"model": str(teacher_folder)},
+        "teacher": {"model": str(folder / "teacher")},
         "data": {"train": "train.jsonl", "heldout": "heldout.jsonl"},
         "rollout": {"max_new_tokens": 5},
         "loss": {"top_k": 4},
         "training": {
-            "output_dir": str(tmp_path / "out"),
+            "output_dir": str(folder / "out"),
             "max_steps": 4,
             "per_device_train_batch_size": 4,
             "learning_rate": 1e-3,
             "use_cpu": True,
         },
     }
-    path = tmp_path / "tiny.yaml"
+    path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path

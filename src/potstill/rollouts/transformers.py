@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.random import fork_rng
@@ -19,6 +20,7 @@ class TransformersRollouts:
         max_new_tokens: a completion that reaches it ends without EOS.
         temperature: above 0; or 0 for greedy decoding.
         top_p: nucleus sampling; 1.0 samples from every token.
+        vocab_size: the number of real tokens, where the model's head is padded to more; None: it is not.
 
     Raises:
         ValueError: a value out of its range.
@@ -28,6 +30,7 @@ class TransformersRollouts:
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -51,18 +54,20 @@ class TransformersRollouts:
         prompts = [row["prompt_ids"] for row in rows]
         eos_token_ids = stop_token_ids(model, self.tokenizer)
         pad_token_id = pad_id(self.tokenizer, eos_token_ids)
-        width = max(map(len, prompts))
-        input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompts])
-        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        length = max(map(len, prompts))
+        input_ids = torch.tensor([[pad_token_id] * (length - len(ids)) + ids for ids in prompts])
+        attention_mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts])
+        width = model.get_output_embeddings().weight.shape[0]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self.temperature > 0:
+            sampling = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         config = GenerationConfig(
             max_new_tokens=self.max_new_tokens,
-            do_sample=self.temperature > 0,
-            temperature=self.temperature or 1.0,
-            top_p=self.top_p,
-            top_k=0,
             use_cache=True,
             eos_token_id=eos_token_ids,
             pad_token_id=pad_token_id,
+            suppress_tokens=list(range(self.vocab_size or width, width)) or None,
+            **sampling,
         )
         device = model.device
         forked = fork_rng([]) if device.type == "cpu" else fork_rng([device], device_type=device.type)
@@ -81,7 +86,7 @@ class TransformersRollouts:
         finally:
             model.generation_config = own_config
             model.train(was_training)
-        return [cut_after_eos(completion, eos_token_ids) for completion in output[:, width:].tolist()]
+        return [cut_after_eos(completion, eos_token_ids) for completion in output[:, length:].tolist()]
 
 
 def cut_after_eos(token_ids: Sequence[int], eos_token_ids: Collection[int]) -> list[int]:

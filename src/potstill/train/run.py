@@ -125,7 +125,7 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
             student,
             args,
             teacher=teacher,
-            rollouts=TransformersRollouts(tokenizer, **vars(recipe.rollout)),
+            rollouts=TransformersRollouts(tokenizer, **vars(recipe.rollout), vocab_size=transform.vocab_size),
             train_dataset=train,
             eval_dataset=heldout,
             processing_class=tokenizer,

@@ -220,6 +220,6 @@ class DistillationTrainer(Trainer):
         total = self.accelerator.reduce(torch.tensor(sums, device=self.args.device), "sum")
         means = HeldoutSums(*total.tolist()).means()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
-        self.log(metrics)
+        self.log(dict(metrics))  # log adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
