@@ -24,8 +24,8 @@ def test_a_recipe_becomes_a_model_folder(recipe_file, capsys):
     out = recipe_file.parent / "out"
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [f"model: {out}", f"metrics: {out / 'metrics.jsonl'}"]
-    assert any(line.startswith("distil  step 4/4  loss 0.") and line.endswith(" left") for line in lines)
-    assert any(line.startswith("| KL(teacher ‖ student)") for line in lines)
+    assert any(line.startswith("distil step 4/4  loss 0.") and line.endswith(" left") for line in lines)
+    assert any(line.startswith("| forward KL, teacher to student") for line in lines)
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert model.config.num_hidden_layers == 2 and model.config.use_cache

@@ -8,7 +8,7 @@ import potstill
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code, 2 for a mistake in what the user gave."""
+    """Run a command; returns the exit code: 2 for a mistake in what the user gave."""
     parser = argparse.ArgumentParser(
         prog="potstill", description="Distil a large language model into a small one, on the student's own samples."
     )
@@ -41,6 +41,9 @@ def _train(arguments: argparse.Namespace) -> int:
         run(load_recipe(arguments.recipe, arguments.overrides))
     except RecipeError as error:
         return _refuse(str(error))
+    except KeyboardInterrupt:
+        print("\npotstill: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -9,9 +9,9 @@ import potstill
 from potstill.train.recipe import PACKAGED, Recipe
 
 ROWS = (
-    ("eval_kl", "KL(teacher ‖ student), nats per token"),
-    ("eval_student_entropy", "entropy of the student"),
-    ("eval_teacher_entropy", "entropy of the teacher"),
+    ("eval_kl", "forward KL, teacher to student (nats)"),
+    ("eval_student_entropy", "entropy of the student (nats)"),
+    ("eval_teacher_entropy", "entropy of the teacher (nats)"),
     ("eval_exact_match", "exact match, greedy"),
 )
 

@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 METRICS_FILE = "metrics.jsonl"
@@ -17,11 +19,11 @@ class ProgressLine(TrainerCallback):
     """Write every log row to `metrics.jsonl` in the output folder, and show where training is.
 
     Args:
-        label: the phase, shown first and recorded as `phase`.
+        phase: shown first, and recorded with every row.
     """
 
-    def __init__(self, label: str):
-        self.label = label
+    def __init__(self, phase: str):
+        self.phase = phase
         self.latest = ""
         self.began, self.first_step = time.perf_counter(), 0
 
@@ -46,11 +48,11 @@ class ProgressLine(TrainerCallback):
         path = Path(args.output_dir or ".") / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"phase": self.label, "step": state.global_step, **numbers}) + "\n")
+            file.write(json.dumps({"phase": self.phase, "step": state.global_step, **numbers}) + "\n")
         if "loss" in logs:
             self.latest = (
                 f"loss {logs['loss']:.4f}  student mass {logs['student_mass']:.3f}  "
-                f"{logs['tokens_per_second']:,.0f} tokens/s"
+                f"{logs['tokens_per_second']:,.0f} tok/s"
             )
             self._show(state)
         elif "eval_kl" in logs:
@@ -73,16 +75,21 @@ class ProgressLine(TrainerCallback):
     def _show(self, state: TrainerState) -> None:
         done = state.global_step - self.first_step
         left = (time.perf_counter() - self.began) / max(done, 1) * (state.max_steps - state.global_step)
-        line = f"{self.label}  step {state.global_step}/{state.max_steps}  {self.latest}"
-        show(f"{line}  {timedelta(seconds=round(left))} left", replaceable=True)
+        remaining = str(timedelta(seconds=round(left))).removeprefix("0:")
+        line = f"{self.phase} step {state.global_step}/{state.max_steps}  {self.latest}  {remaining} left"
+        show(line, replaceable=True)
 
 
 def show(line: str, *, replaceable: bool = False) -> None:
-    """Print a line; on a terminal it takes the place of a replaceable one that stands there."""
-    if sys.stdout.isatty():
-        print(f"\r\033[K{line}", end="" if replaceable else "\n", flush=True)
-    else:
+    """Print a line on the first rank; on a terminal it takes the place of a replaceable one that stands there."""
+    if not PartialState().is_main_process:
+        return
+    if not sys.stdout.isatty():
         print(line, flush=True)
+    elif replaceable:  # a line that wraps could not be replaced
+        print(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+    else:
+        print(f"\r\033[K{line}", flush=True)
 
 
 def exact_match_text(metrics: dict[str, float]) -> str:

@@ -20,7 +20,7 @@ from transformers import (
 
 from potstill import topk_distillation_loss
 from potstill.rollouts.dataset import PromptRow, read_jsonl, tokenize
-from potstill.rollouts.transformers import TransformersRollouts
+from potstill.rollouts.transformers import TransformersRollouts, stop_token_ids
 from potstill.teachers.local import LocalTeacher, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train.card import comparison, model_card
@@ -138,11 +138,13 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
 def warm_up(recipe: Recipe, trainer: DistillationTrainer) -> None:
     """Supervised steps: the same trainer, on the data's answers, with a teacher that is certain of them."""
     tokenizer = trainer.tokenizer
+    eos = tokenizer.eos_token_id
+    eos = stop_token_ids(trainer.student.model, tokenizer)[0] if eos is None else eos
     rows: Any = trainer.train_dataset
 
     def answers(model: PreTrainedModel, rows: Sequence[PromptRow], *, seed: int) -> list[list[int]]:
         texts = [row["answer"] for row in rows]
-        return [[*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id] for text in texts]
+        return [[*tokenizer(text, add_special_tokens=False).input_ids, eos] for text in texts]
 
     args = training_arguments(
         recipe,

@@ -108,6 +108,10 @@ class DistillationTrainer(Trainer):
             processing_class=processing_class,
             callbacks=[ProgressLine(phase), *(callbacks or [])],
         )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "accelerate is configured for FSDP or DeepSpeed, which is not supported; use DDP (torchrun)"
+            )
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.meter = StepMeter(self.args.device)
