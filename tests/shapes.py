@@ -29,8 +29,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = (
-    Shape((7,), 13, 4, "7 rows in chunks of 3: a ragged cut, and a prime vocabulary", chunk=3),
-    Shape((5,), 13, 4, "one row per chunk", chunk=1),
+    Shape((5,), 13, 4, "5 rows in chunks of 2: a ragged cut, and a prime vocabulary", chunk=2),
+    Shape((3,), 13, 4, "one row per chunk", chunk=1),
     Shape((2, 3), 16, 5, "two leading dimensions, a chunk across their border", chunk=4),
     Shape((2, 1, 2), 8, 2, "three leading dimensions, one of them 1"),
     Shape((), 9, 3, "no leading dimension: a single row"),
@@ -51,7 +51,8 @@ SHAPES = (
     Shape((4,), 11, 3, "hidden size 1", hidden=1),
 )
 PLAIN = SHAPES[0]
-KINDS = tuple(s for s in SHAPES if s is PLAIN or s.empty or s.holes or s.real or s.k in (0, s.vocab))
+EMPTY = next(s for s in SHAPES if s.empty)
+KINDS = tuple(s for s in SHAPES if s is PLAIN or s.empty or s.holes or s.k == s.vocab > 1)  # those that reach a term
 FORMS = ("logits", "recompute", "single_pass")
 
 
