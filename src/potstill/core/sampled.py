@@ -15,6 +15,7 @@ and dq_i the change of the student's probability of token i, in expectation over
 
 So "k1" with policy_gradient=True, and "k2", follow the reverse KL without bias. As rewards, k2, k3 and abs punish a
 token that is too rare as well as one that is too frequent; they are here because other code offers them.
+The policy loss is verl's; so are the values, but that verl clamps k3 at 10 (and passes no gradient above).
 Source: Schulman (2020), "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. The table is checked
 by exact expectations in tests/test_sampled.py.
 """
@@ -27,7 +28,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from potstill.core.losses import DistillationOutput
-from potstill.core.metrics import _range
+from potstill.core.metrics import summarise_losses
 from potstill.core.numerics import LOG_PROB_FLOOR, compute_dtype
 from potstill.core.rows import RowWeights
 
@@ -154,25 +155,25 @@ def sampled_token_loss(
     dtype = compute_dtype(student_log_probs.dtype)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, dtype, student_log_probs.device)
 
-    def scored(x: Tensor) -> Tensor:
-        # Unscored rows may hold NaN or -1e10; replaced before any arithmetic, their gradient is exactly 0.
-        return torch.where(weights.mask, x.reshape(-1).to(dtype), 0.0)
-
-    student, teacher = scored(student_log_probs), scored(teacher_log_probs.detach())
-    below = (student < LOG_PROB_FLOOR) | (teacher < LOG_PROB_FLOOR)
-    student = student.clamp(min=LOG_PROB_FLOOR)
-    value = ESTIMATORS[estimator](teacher.clamp(min=LOG_PROB_FLOOR) - student)
-    cost = value.detach()
-    numbers = {"negative_fraction": cost < 0, "abs_loss": cost.abs(), "clamped_fraction": below}
-    per_token = value
+    student, below = scored(student_log_probs, weights.mask, dtype)
+    teacher, teacher_below = scored(teacher_log_probs.detach(), weights.mask, dtype)
+    per_token = ESTIMATORS[estimator](teacher - student)
+    cost = per_token.detach()
+    metrics = summarise_losses(cost, cost, weights)
+    numbers = {"abs_loss": cost.abs(), "clamped_fraction": below | teacher_below}
     if policy_gradient:
-        old = student if old_log_probs is None else scored(old_log_probs).clamp(min=LOG_PROB_FLOOR)
+        old = student if old_log_probs is None else scored(old_log_probs, weights.mask, dtype)[0]
         policy = clipped_policy_loss(cost, student - old.detach(), clip_ratio_low, clip_ratio_high)
         per_token = policy.per_token
         numbers |= {"pg_clipfrac": policy.clipped, "pg_clipfrac_lower": policy.capped, "ppo_kl": policy.kl}
-    metrics = {name: x.sum() * weights.per_row for name, x in numbers.items()}  # all are 0 at unscored rows
-    metrics["loss_min"], metrics["loss_max"] = _range(cost, weights.mask)
-    return DistillationOutput((per_token * weights.factor).sum(), per_token.view(shape), metrics)
+    metrics |= {name: weights.mean(x) for name, x in numbers.items()}
+    return DistillationOutput(weights.total(per_token), per_token.view(shape), metrics)
+
+
+def scored(log_probs: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """log_probs [N] floored at -87, and which were below; 0 at unscored rows, whatever they hold, with gradient 0."""
+    rows = torch.where(mask, log_probs.reshape(-1).to(dtype), 0.0)
+    return rows.clamp(min=LOG_PROB_FLOOR), rows < LOG_PROB_FLOOR
 
 
 class PolicyLoss(NamedTuple):

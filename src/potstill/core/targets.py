@@ -13,7 +13,7 @@ weighs c = p_t / m. Systematic sampling selects exactly m distinct ids. top_h do
 ids.
 Sources: Fearnhead and Clifford (2003), doi:10.1111/1467-9868.00421; random: Anshumann et al. (2025), arXiv:2503.16870.
 
-What it costs: the tile is read twice; a cumulative sum in float64 is three more tiles. No tensor [N, V]. Each row has
+What it costs: the tile is read twice; a cumulative sum in float64 is four more tiles. No tensor [N, V]. Each row has
 its own random numbers, drawn before the rows are cut into chunks.
 """
 
