@@ -36,7 +36,7 @@ def random_pair(n=7):
     return torch.randn(n, dtype=torch.float64).softmax(0), torch.randn(n, dtype=torch.float64).softmax(0)
 
 
-# --- the table in the module's docstring ------------------------------------------------------------------------
+# --- the table in the docstring ----------------------------------------------------------------------------------
 
 # q = (.3, .7), p = (.6, .4). d KL(q|p) / dz_i = q_i (l_i - KL), l = log(q/p) = (log .5, log 1.75):
 # KL = .3 log .5 + .7 log 1.75 = 0.1837869, so .3 (-.6931472 - .1837869) = -0.2630802.

@@ -2,22 +2,8 @@
 
 Only log q(y) and log p(y) of the token y ~ q that the student sampled are needed, so any server that returns the
 log-probability of a given token is teacher enough. An estimator's value and its gradient are two different things:
-E[d value] is not d E[value], because the student also moves what is sampled. With log r = log p - log q at y ~ q
-and dq_i the change of the student's probability of token i, in expectation over y:
-
-    estimator            value           expectation   gradient as a loss             as a policy-gradient reward
-    k1                   -log r          reverse KL    0 (refused)                    reverse KL
-    k2                   (log r)^2 / 2   -             reverse KL                     sum_i (log r_i)^2 / 2 dq_i
-    k3                   r - 1 - log r   reverse KL    forward KL: q - p on logits    reverse KL minus forward KL
-    abs                  |log r|         -             twice the total variation      sum_i |log r_i| dq_i
-    k1_straight_through  -log r          reverse KL    reverse KL (that of k2)        as k1
-    k3_straight_through  r - 1 - log r   reverse KL    reverse KL (that of k2)        as k3
-
-So "k1" with policy_gradient=True, and "k2", follow the reverse KL without bias. As rewards, k2, k3 and abs punish a
-token that is too rare as well as one that is too frequent; they are here because other code offers them.
-The policy loss is verl's; so are the values, but that verl clamps k3 at 10 (and passes no gradient above).
-Source: Schulman (2020), "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. The table is checked
-by exact expectations in tests/test_sampled.py.
+E[d value] is not d E[value], because the student also moves what is sampled. `sampled_token_loss` says which gradient
+each estimator has; tests/test_sampled.py checks all of them by exact expectation.
 """
 
 from collections.abc import Callable
@@ -86,8 +72,22 @@ def sampled_token_loss(
 ) -> DistillationOutput:
     """Sum over scored rows of token_weights * estimator(log p(y) - log q(y)) / num_tokens, y sampled by the student.
 
-    The gradient of each estimator is in the table at the top of this module. With policy_gradient the value is a
-    cost with no gradient of its own, and the loss is the clipped policy loss of PPO with the advantage A = -value:
+    With r = p / q at y (p teacher, q student) and dq_i the change of q at token i, in expectation over y ~ q:
+
+        estimator            value           expectation  gradient as a loss            with policy_gradient
+        k1                   -log r          reverse KL   0 (refused)                   reverse KL
+        k2                   (log r)^2 / 2   -            reverse KL                    sum_i (log r_i)^2 / 2 dq_i
+        k3                   r - 1 - log r   reverse KL   forward KL (q - p at logits)  reverse KL minus forward KL
+        abs                  |log r|         -            twice the total variation     sum_i |log r_i| dq_i
+        k1_straight_through  -log r          reverse KL   reverse KL (that of k2)       as k1
+        k3_straight_through  r - 1 - log r   reverse KL   reverse KL (that of k2)       as k3
+
+    So "k1" with policy_gradient, and "k2" without, follow the reverse KL without bias. With policy_gradient k2, k3 and
+    abs punish a token that is too rare as well as one that is too frequent; they are here because verl offers them
+    (whose k3 also stops at 10, without gradient above).
+
+    With policy_gradient the value is a cost without a gradient of its own, and the loss is the clipped policy loss of
+    PPO with the advantage A = -value:
 
         max(-A ratio, -A clip(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)),   ratio = q(y) / q_old(y),
 
@@ -120,8 +120,8 @@ def sampled_token_loss(
         ValueError: for rows that do not match, an unknown estimator, "k1" without policy_gradient (its gradient has
             mean zero), old_log_probs without policy_gradient, or clip ratios out of range.
 
-    Source: k1, k2, k3: Schulman (2020); as a reward: Lu and Thinking Machines Lab (2025), "On-Policy Distillation";
-        the clipped loss: PPO, arXiv:1707.06347, with the dual clip of arXiv:1912.09729.
+    Source: k1, k2, k3: Schulman (2020), http://joschu.net/blog/kl-approx.html; as a reward: Lu and Thinking Machines
+        Lab (2025), "On-Policy Distillation"; the clipped loss: PPO, arXiv:1707.06347, and dual clip, arXiv:1912.09729.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
