@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jaxtyping import config
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,11 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def without_shape_checks():
+    """Without the shape checks of the test run: for what a user sees who passes the wrong thing, and for compiling."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)

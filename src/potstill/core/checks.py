@@ -43,6 +43,12 @@ def check_logits(logits: Logits, name: str = "logits") -> Logits:
     return logits
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))} here, got {value!r}")
+
+
 def check_token_ids(token_ids: Tensor, shape: torch.Size, vocab_size: int) -> None:
     """Refuse ids that are no integers, do not match the rows of the logits, or lie outside [-1, V)."""
     if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
@@ -52,7 +58,7 @@ def check_token_ids(token_ids: Tensor, shape: torch.Size, vocab_size: int) -> No
             f"token_ids must have the rows of the logits: got token_ids {list(token_ids.shape)} for logits "
             f"{[*shape, vocab_size]}; row n of both describes the same prediction"
         )
-    signed = token_ids if token_ids.dtype.is_signed else token_ids.to(torch.int64)
+    signed = token_ids.to(torch.int64)
     outside = (signed < -1) | (signed >= vocab_size)
     refuse_where(
         outside,

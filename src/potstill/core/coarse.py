@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from potstill.core.checks import check_logits, check_reusable, check_token_ids
+from potstill.core.checks import check_choice, check_logits, check_reusable, check_token_ids
 from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import gradient, join, linear_gradients, statistics
 from potstill.core.tiles import LinearLogits, TileReader, from_parts, parts_of, read_as, row_shape, vocab_width
@@ -123,15 +123,15 @@ def coarse_logits(
     """
     logits = check_logits(logits)
     reader = read_as(logits, transform, temperature, chunk_size)
-    if memory not in ("auto", "recompute"):
-        raise ValueError(f"memory must be 'auto' or 'recompute' for coarse_logits, got {memory!r}")
-    if kernel not in ("auto", "eager"):
-        raise ValueError(f"kernel must be 'auto' or 'eager', got {kernel!r}")
+    check_choice("memory", memory, ("auto", "recompute"))
+    check_choice("kernel", kernel, ("auto", "eager"))
     if reuse_logits:
         check_reusable(logits)
     shape = row_shape(logits)
     check_token_ids(token_ids, shape, vocab_width(logits))
     ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
+    if ids.is_inference() and not torch.is_inference_mode_enabled():
+        ids = ids.clone()  # a teacher scored in inference mode; autograd could not save its ids
     parts = parts_of(logits)
     with torch.autocast(token_ids.device.type, enabled=False):
         if torch.compiler.is_compiling():

@@ -103,15 +103,15 @@ def full_vocab_distillation_loss(
     shape, first = row_shape(student), first_part(student)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, compute_dtype(first.dtype), first.device)
     if isinstance(student, LinearLogits):
-        form = partial(form_full, pairs=pairs, row_loss=row_loss, weights=weights)
-        loss, (per_token,) = single_pass(form, student)
+        form = partial(form_full, pairs=pairs, row_loss=row_loss, mask=weights.mask)
+        loss, (per_token,) = single_pass(form, student, weights)
     else:
         readers = pairs.student_reader, pairs.teacher_reader
         with torch.autocast(first.device.type, enabled=False):
             given = (student, weights.mask, row_loss, readers, *parts_of(pairs.teacher))
             per_token = outside_graph(_FullVocab.apply, *given)
-        loss = (per_token * weights.factor).sum()
-    return DistillationOutput(loss, per_token.view(shape), summarise_losses(per_token, weights))
+        loss = weights.total(per_token)
+    return DistillationOutput(loss, per_token.view(shape), summarise_losses(per_token, per_token, weights))
 
 
 @dataclass(frozen=True)
@@ -189,19 +189,19 @@ class Pairs:
 
 
 def form_full(
-    linear: LinearLogits, needs: Needs, *, pairs: Pairs, row_loss: RowLoss, weights: RowWeights
-) -> tuple[Tensor, tuple[Tensor], LinearGradients]:
-    """The loss of a LinearLogits student, per_token of every row, and the gradients."""
+    linear: LinearLogits, needs: Needs, factor: Tensor, *, pairs: Pairs, row_loss: RowLoss, mask: Tensor
+) -> tuple[tuple[Tensor], LinearGradients]:
+    """per_token of every row of a LinearLogits student, and the gradients of sum(per_token * factor)."""
     hidden = linear.hidden.reshape(-1, linear.hidden.shape[-1])
     grads = LinearGradients.zeros(linear, needs)
-    per_token = torch.empty_like(weights.factor)
+    hidden = hidden.masked_fill(~mask[:, None], 0.0)  # a NaN there would survive the gradient's exact zero
+    per_token = torch.empty_like(factor)
     for rows, student, teacher in pairs.pieces():
-        mask, factor = weights.mask[rows], weights.factor[rows]
-        for tile, value, d_raw in pairs.gradients(student, teacher, row_loss, mask, factor):
+        for tile, value, d_raw in pairs.gradients(student, teacher, row_loss, mask[rows], factor[rows]):
             per_token[rows][tile] = value
             student[0][tile] = d_raw
         grads.add(student[0], hidden[rows], linear.weight, rows)
-    return (per_token * weights.factor).sum(), (per_token,), grads
+    return (per_token,), grads
 
 
 class _FullVocab(torch.autograd.Function):
@@ -209,7 +209,9 @@ class _FullVocab(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, student, mask, row_loss, readers, *teacher):
-        ctx.save_for_backward(student, mask, *teacher)
+        # Autograd cannot save tensors made in inference mode, as a teacher's often are.
+        ctx.unsaved = teacher if any(x is not None and x.is_inference() for x in teacher) else ()
+        ctx.save_for_backward(student, mask, *(() if ctx.unsaved else teacher))
         ctx.row_loss, ctx.readers = row_loss, readers
         pairs = Pairs(student, from_parts(teacher), *readers)
         per_token = torch.empty(mask.shape, dtype=compute_dtype(student.dtype), device=student.device)
@@ -222,6 +224,7 @@ class _FullVocab(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
         student, mask, *teacher = ctx.saved_tensors
+        teacher = ctx.unsaved or teacher
         pairs = Pairs(student, from_parts(teacher), *ctx.readers)
         d_student = torch.empty_like(student, memory_format=torch.contiguous_format)
         out = d_student.view(mask.numel(), student.shape[-1])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from potstill.core.checks import check_logits, check_reusable
+from potstill.core.checks import check_choice, check_logits, check_reusable
 from potstill.core.coarse import coarse_logits
 from potstill.core.metrics import RowNumbers, overlap, summarise
 from potstill.core.numerics import compute_dtype
@@ -114,19 +114,20 @@ def topk_distillation_loss(
     target = TeacherRows.of(teacher, weights.mask, dtype)
     score = partial(objective.score, target=target, mask=weights.mask)
 
+    check_choice("memory", memory, ("auto", "recompute", "single_pass"))
+    check_choice("kernel", kernel, ("auto", "eager"))
     if reuse_logits:
         check_reusable(logits)
+    reader = read_as(logits, transform, temperature, chunk_size)
     if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory):
-        reader = read_as(logits, transform, temperature, chunk_size)
         form = partial(
             form_coarse,
             token_ids=target.token_ids,
             reader=reader,
             score=score,
-            factor=weights.factor,
             entropy=entropy,
         )
-        loss, fields = single_pass(form, logits)
+        loss, fields = single_pass(form, logits, weights)
         rows = RowNumbers(*fields)
     else:
         coarse = coarse_logits(
@@ -140,7 +141,7 @@ def topk_distillation_loss(
             kernel=kernel,
         )
         rows = score(coarse.flatten(), slice(None))
-        loss = (rows.per_token * weights.factor).sum()
+        loss = weights.total(rows.per_token)
 
     metrics = summarise(rows, weights, entropy=entropy)
     if objective.sampled:
@@ -148,8 +149,13 @@ def topk_distillation_loss(
         metrics = {"cross_entropy": metrics["head_loss"]} | {
             name: x for name, x in metrics.items() if name not in ("head_loss", "topk_loss", "tail_loss")
         }
-    if diagnostics:
-        k = min(target.token_ids.shape[1], read_as(logits, transform, temperature, chunk_size).width)
-        student_ids, _ = student_topk(logits, k, transform=transform, chunk_size=chunk_size)
-        metrics |= overlap(student_ids.reshape(-1, k), rows.student_log_probs, target, weights, log_prob_min_clamp)
+    k = target.token_ids.shape[1]
+    if diagnostics and k:
+        top = min(k, reader.width)
+        student_ids, _ = student_topk(logits, top, transform=transform, chunk_size=chunk_size)
+        student_ids = student_ids.reshape(len(target.token_ids), top)
+        log_probs = None if objective.sampled else target.values
+        metrics |= overlap(
+            student_ids, target.token_ids, rows.student_log_probs, log_probs, weights, log_prob_min_clamp
+        )
     return DistillationOutput(loss, rows.per_token.view(shape), metrics)

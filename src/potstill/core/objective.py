@@ -114,7 +114,8 @@ class Objective:
                 below = ((student[:, :-1] < floor) | (target.values < floor)) & (target.values != -INF)
                 below = below.any(1)
             head, rest = tail_terms(self.divergence, self.tail or "bucket", self.options, student, target, floor)
-        raw = (head + rest) * self.scale
+        head, rest = head * self.scale, rest * self.scale
+        raw = head + rest
         clipped = raw.clamp(min=self.loss_min_clamp) if self.loss_min_clamp is not None else raw
         if self.loss_max_clamp is not None:
             clipped = clipped.clamp(-self.loss_max_clamp, self.loss_max_clamp)

@@ -57,6 +57,13 @@ def join(pieces: Iterable[tuple[Tensor, ...]]) -> Iterable[Tensor]:
     return (field[0] if len(field) == 1 else torch.cat(field) for field in fields)
 
 
+def idle_rows(upstream: Upstream) -> Tensor:
+    """Rows [N] whose gradients are all zero: nothing of theirs may reach a gradient, not even a NaN."""
+    d_selected, d_rest, d_rest_mean = upstream
+    idle = (d_selected == 0).all(1) & (d_rest == 0)
+    return idle if d_rest_mean is None else idle & (d_rest_mean == 0)
+
+
 def gradient(
     raw: Tensor,
     token_ids: Tensor,
@@ -75,9 +82,7 @@ def gradient(
     width = reader.width if width is None else width
     out_blocks = row_blocks(out)
     (rest, rest_mean), (d_selected, d_rest, d_rest_mean) = numbers, upstream
-    idle = (d_selected == 0).all(1) & (d_rest == 0)
-    if d_rest_mean is not None:
-        idle &= d_rest_mean == 0
+    idle = idle_rows(upstream)
     # Nothing but selected ids: every other column is -inf, and exp(-inf - inf) is the exact zero it needs.
     rest = rest.masked_fill(rest == -INF, INF)
     for start, stop, tile in reader.tiles(raw, width):  # [C, width + 1]
@@ -112,10 +117,10 @@ def linear_gradients(
     """Gradients of hidden, weight and bias by multiplying again, over vocabulary tiles that hold every row."""
     shape = linear.hidden.shape
     hidden = linear.hidden.reshape(-1, shape[-1])
-    linear = LinearLogits(hidden, *linear[1:])
+    linear = LinearLogits(hidden.masked_fill(idle_rows(upstream)[:, None], 0.0), *linear[1:])
     n_rows = hidden.shape[0]
     d_hidden = torch.zeros_like(hidden, dtype=compute_dtype(hidden.dtype)) if needs[0] else None
-    d_weight = torch.zeros_like(linear.weight) if needs[1] else None
+    d_weight = linear.weight.new_zeros(linear.weight.shape) if needs[1] else None
     d_bias = torch.zeros_like(linear.bias) if linear.bias is not None and needs[2] else None
     tile_width = max(1, reader.product_rows(linear) * reader.width // max(n_rows, 1))
     buffer = hidden.new_empty(n_rows * min(tile_width, reader.width))
@@ -126,7 +131,7 @@ def linear_gradients(
         if d_hidden is not None:
             d_hidden += product @ linear.weight[start:stop]
         if d_weight is not None:
-            torch.mm(product.t(), hidden, out=d_weight[start:stop])
+            torch.mm(product.t(), linear.hidden, out=d_weight[start:stop])
         if d_bias is not None:
             d_bias[start:stop] = product.sum(0, dtype=compute_dtype(product.dtype))
     if d_hidden is not None:

@@ -51,6 +51,14 @@ class RowWeights(NamedTuple):
     factor: Tensor
     per_row: Tensor
 
+    def total(self, x: Tensor) -> Tensor:
+        """sum(x * factor) of x [N]; a weight of 0 silences even an infinite x."""
+        return torch.where(self.factor != 0, x * self.factor, 0.0).sum()
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Sum of x [N] over the scored rows / num_tokens, without token_weights."""
+        return torch.where(self.mask & (self.per_row > 0), x.to(self.per_row.dtype), 0.0).sum() * self.per_row
+
     @classmethod
     def of(
         cls,

@@ -7,6 +7,7 @@ front of the same storage and returned as a view of it), and only the scalar los
 Use memory="recompute" where that does not fit.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from potstill.core.coarse import CoarseLogits
 from potstill.core.compiled import outside_graph
 from potstill.core.metrics import RowNumbers
 from potstill.core.numerics import compute_dtype
-from potstill.core.passes import gradient, join, statistics
+from potstill.core.passes import gradient, idle_rows, join, statistics
+from potstill.core.rows import RowWeights
 from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
 
 WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a time
@@ -25,8 +27,8 @@ WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a t
 Needs = tuple[bool, bool, bool]
 """Which of hidden, weight and bias need a gradient."""
 
-Form = Callable[[LinearLogits, Needs], tuple[Tensor, tuple[Tensor, ...], "LinearGradients"]]
-"""From the parts: the loss, numbers of each row (per_token first), and the gradients of the loss."""
+Form = Callable[[LinearLogits, Needs, Tensor], tuple[tuple[Tensor, ...], "LinearGradients"]]
+"""From the parts and a factor [N]: numbers of each row, per_token first, and the gradients of per_token @ factor."""
 
 Score = Callable[[CoarseLogits, slice], RowNumbers]
 """The loss of some rows: their coarse logits and which rows they are, to their numbers."""
@@ -37,12 +39,7 @@ def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
 
     "auto" recomputes where the weight's gradient is needed and 6 V H bytes exceed this device's budget, or under
     torch.compile. Without a gradient to form there is nothing to choose.
-
-    Raises:
-        ValueError: for an unknown `memory`.
     """
-    if memory not in ("auto", "recompute", "single_pass"):
-        raise ValueError(f"memory must be 'auto', 'recompute' or 'single_pass', got {memory!r}")
     needs_grad = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in linear)
     if memory == "recompute" or not needs_grad:
         return False
@@ -53,27 +50,26 @@ def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
     return fits and not torch.compiler.is_compiling()
 
 
-def single_pass(form: Form, linear: LinearLogits) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss and row numbers that `form` gives; the loss is differentiable in the parts of `linear`, once."""
+def single_pass(form: Form, linear: LinearLogits, weights: RowWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss sum(per_token * weights.factor) and the row numbers of `form`; differentiable in `linear`, once."""
     with torch.autocast(linear.hidden.device.type, enabled=False):
-        loss, *rows = outside_graph(_SinglePass.apply, form, *linear)
+        loss, *rows = outside_graph(_SinglePass.apply, form, weights, *linear)
     return loss, tuple(rows)
 
 
 def form_coarse(
     linear: LinearLogits,
     needs: Needs,
+    factor: Tensor,
     *,
     token_ids: Tensor,
     reader: TileReader,
     score: Score,
-    factor: Tensor,
     entropy: bool,
-) -> tuple[Tensor, RowNumbers, "LinearGradients"]:
-    """sum(score(rows).per_token * factor) over coarse logits, the numbers of every row, and the gradients."""
+) -> tuple[RowNumbers, "LinearGradients"]:
+    """The numbers of every row from its coarse logits, and the gradients of sum(per_token * factor)."""
     hidden = linear.hidden.reshape(-1, linear.hidden.shape[-1])
     grads = LinearGradients.zeros(linear, needs)
-    loss = factor.new_zeros(())
     pieces = []
     for start, stop, product in reader.products(linear):
         rows = slice(start, stop)
@@ -81,13 +77,12 @@ def form_coarse(
         with torch.enable_grad():
             coarse = CoarseLogits(selected.requires_grad_(), rest.requires_grad_(), rest_mean if entropy else None)
             numbers = score(coarse, rows)
-            piece_loss = (numbers.per_token * factor[rows]).sum()
-        d_selected, d_rest = torch.autograd.grad(piece_loss, (selected, rest))
-        loss += piece_loss.detach()
+        d_selected, d_rest = torch.autograd.grad(numbers.per_token, (selected, rest), factor[rows])
+        upstream = (d_selected, d_rest, None)
         pieces.append(tuple(x.detach() for x in numbers))
-        gradient(product, token_ids[rows], reader, (rest.detach(), None), (d_selected, d_rest, None), out=product)
-        grads.add(product, hidden[rows], linear.weight, rows)
-    return loss, RowNumbers(*join(pieces)), grads
+        gradient(product, token_ids[rows], reader, (rest.detach(), None), upstream, out=product)
+        grads.add(product, hidden[rows].masked_fill(idle_rows(upstream)[:, None], 0.0), linear.weight, rows)
+    return RowNumbers(*join(pieces)), grads
 
 
 class LinearGradients(NamedTuple):
@@ -102,8 +97,8 @@ class LinearGradients(NamedTuple):
         """Room for the gradients that are needed."""
         hidden, weight, bias = linear
         return cls(
-            hidden.new_empty(hidden.shape).view(-1, hidden.shape[-1]) if needs[0] else None,
-            torch.zeros_like(weight, dtype=compute_dtype(weight.dtype)) if needs[1] else None,
+            hidden.new_empty(math.prod(hidden.shape[:-1]), hidden.shape[-1]) if needs[0] else None,
+            weight.new_zeros(weight.shape, dtype=compute_dtype(weight.dtype)) if needs[1] else None,
             torch.zeros_like(bias, dtype=compute_dtype(weight.dtype)) if needs[2] and bias is not None else None,
         )
 
@@ -135,14 +130,18 @@ class _SinglePass(torch.autograd.Function):
     """Forward keeps the gradients that `form` gives, backward scales them by the loss's own."""
 
     @staticmethod
-    def forward(ctx, form, *parts):
+    def forward(ctx, form, weights, *parts):
         ctx.set_materialize_grads(False)
         linear = LinearLogits(*parts)
-        loss, rows, grads = form(linear, tuple(ctx.needs_input_grad[1:]))
-        ctx.save_for_backward(*grads)
+        # Gradients are kept in units of a power of two, near 1 whatever the token count: float16 does not underflow,
+        # and taking the unit back is exact.
+        largest = weights.factor.abs().amax() if weights.factor.numel() else weights.per_row
+        unit = torch.where(largest > 0, largest, 1.0).log2().floor().exp2()
+        rows, grads = form(linear, tuple(ctx.needs_input_grad[2:]), weights.factor / unit)
+        ctx.save_for_backward(unit, *grads)
         ctx.hidden_shape, ctx.dtype, ctx.spent = linear.hidden.shape, linear.hidden.dtype, False
         ctx.mark_non_differentiable(*rows[1:])
-        return loss, *rows
+        return weights.total(rows[0]), *rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -157,11 +156,8 @@ class _SinglePass(torch.autograd.Function):
                 'single_pass keeps its gradients for one backward; pass memory="recompute" for a second one'
             )
         ctx.spent = True
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        unit, *grads = ctx.saved_tensors
         if d_loss is None:
-            return None, None, None, None
-        if d_hidden is not None:
-            d_hidden = d_hidden.mul_(d_loss).view(ctx.hidden_shape)
-        d_weight = None if d_weight is None else scale_into(d_weight, d_loss, ctx.dtype)
-        d_bias = None if d_bias is None else scale_into(d_bias, d_loss, ctx.dtype)
-        return None, d_hidden, d_weight, d_bias
+            return (None,) * 5
+        d_hidden, d_weight, d_bias = (x if x is None else scale_into(x, d_loss * unit, ctx.dtype) for x in grads)
+        return None, None, d_hidden if d_hidden is None else d_hidden.view(ctx.hidden_shape), d_weight, d_bias

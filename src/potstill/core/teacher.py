@@ -5,7 +5,9 @@ nothing, and the student's mass on it belongs to the rest. Rows are aligned with
 both describes the same prediction.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -103,36 +105,19 @@ class TeacherTopK:
                 row, NaN, a log-probability above 1e-3, or a mass above 1 + 1e-3 (16-bit payloads: 1e-2).
                 On CUDA the value checks are one asynchronous assert.
         """
-        _check_ids("TeacherTopK", self.token_ids, self.log_probs != -INF, vocab_size, mask)
+        refuse = partial(_refuse, mask, self.token_ids.ndim - 1)
+        ids = _check_ids("TeacherTopK", self.token_ids, self.log_probs != -INF, vocab_size, refuse)
         slack = 1e-2 if self.log_probs.element_size() == 2 else 1e-3
-        log_probs = self.log_probs.to(compute_dtype(self.log_probs.dtype))
-        live = (self.token_ids >= 0) & (self.log_probs != -INF)
-        _refuse_rows(
-            (log_probs.isnan() & (self.token_ids >= 0)).any(-1), mask, "has a NaN log-probability", "score it again"
-        )
-        _refuse_rows(
-            ((log_probs > slack) & live).any(-1),
-            mask,
-            f"has a log-probability above {slack}",
-            "log-probabilities are natural logarithms, at most 0",
-        )
-        mass = torch.where(live, log_probs, -INF).exp().sum(-1)
-        _refuse_rows(
-            mass > 1 + slack,
-            mask,
-            f"has mass above 1 + {slack}",
-            "are these logits, or log-probabilities of another temperature?",
-            values=mass,
-        )
+        log_probs = self.log_probs.to(compute_dtype(self.log_probs.dtype)).masked_fill(ids < 0, -INF)
+        natural = "log-probabilities are natural logarithms, at most 0"
+        refuse(log_probs.isnan(), "has a log-probability that is NaN", log_probs, "score it again")
+        refuse(log_probs > slack, f"has a log-probability above {slack}", log_probs, natural)
+        mass = log_probs.exp().sum(-1)
+        hint = "are these logits, or log-probabilities of another temperature?"
+        refuse(mass > 1 + slack, f"has mass above 1 + {slack}", mass, hint)
         if self.rest_log_prob is not None:
-            rest = self.rest_log_prob.to(log_probs.dtype)
-            _refuse_rows(
-                ~(rest <= slack),
-                mask,
-                f"has a rest_log_prob that is NaN or above {slack}",
-                "score it again",
-                values=rest,
-            )
+            rest = self.rest_log_prob
+            refuse(~(rest <= slack), f"has a rest_log_prob that is NaN or above {slack}", rest, natural)
         return self
 
 
@@ -216,21 +201,14 @@ class SampledTargets:
             ValueError: naming the row, the value and the remedy: K > V, an id outside [-1, V), an id twice in a
                 row, a negative or NaN weight, or a sum other than 1.
         """
-        _check_ids("SampledTargets", self.token_ids, self.weights != 0, vocab_size, mask)
-        weights = self.weights.to(compute_dtype(self.weights.dtype))
-        weights = weights.masked_fill(self.token_ids < 0, 0.0)
-        _refuse_rows(
-            ~(weights >= 0).all(-1), mask, "has a weight that is negative or NaN", "weights are probabilities"
-        )
+        refuse = partial(_refuse, mask, self.token_ids.ndim - 1)
+        ids = _check_ids("SampledTargets", self.token_ids, self.weights != 0, vocab_size, refuse)
+        weights = self.weights.to(compute_dtype(self.weights.dtype)).masked_fill(ids < 0, 0.0)
+        refuse(~(weights >= 0), "has a weight that is negative or NaN", weights, "weights are probabilities")
         total = weights.sum(-1)
         slack = 1e-2 if self.weights.element_size() == 2 else 1e-3
-        _refuse_rows(
-            ~((total - 1).abs() <= slack),
-            mask,
-            "has weights that do not sum to 1",
-            "divide by their sum, or use TeacherTopK for truncated probabilities",
-            values=total,
-        )
+        hint = "divide by their sum, or use TeacherTopK for truncated probabilities"
+        refuse(~((total - 1).abs() <= slack), "has weights that do not sum to 1 but to", total, hint)
         return self
 
 
@@ -246,35 +224,31 @@ def _check_pair(owner: str, token_ids: Tensor, name: str, values: Tensor) -> Non
         )
 
 
-def _check_ids(owner: str, token_ids: Tensor, live: Tensor, vocab_size: int, mask: Tensor | None) -> None:
+def _check_ids(owner: str, token_ids: Tensor, live: Tensor, vocab_size: int, refuse: Callable) -> Tensor:
+    """Refuse ids outside [-1, V) and ids twice in a row; return them as int64."""
     k = token_ids.shape[-1]
     if k > vocab_size:
         raise ValueError(
             f"{owner}: K is {k} but the vocabulary has only {vocab_size} tokens; ask for at most that many"
         )
     ids = token_ids.to(torch.int64)
-    outside = (ids < -1) | (ids >= vocab_size)
-    worst = torch.where(outside, ids, -1).amax(-1) if k else ids.new_zeros(ids.shape[:-1])
-    _refuse_rows(
-        outside.any(-1),
-        mask,
-        f"has a token id outside [-1, {vocab_size})",
-        "do teacher and student share a tokenizer? -1 marks an empty slot",
-        values=worst,
-    )
+    hint = "do teacher and student share a tokenizer? -1 marks an empty slot"
+    refuse((ids < -1) | (ids >= vocab_size), f"has a token id outside [-1, {vocab_size})", ids, hint)
     ordered = torch.where(live, ids, -1).sort(-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    _refuse_rows(twice.any(-1), mask, "has a token id twice", "merge the two slots, or mark one -1")
+    refuse(twice, "has a token id twice", ordered[..., 1:], "merge the two slots, or mark one -1")
+    return ids
 
 
-def _refuse_rows(bad: Tensor, mask: Tensor | None, what: str, remedy: str, *, values: Tensor | None = None) -> None:
-    """ValueError naming the first bad row (as an index into the leading dimensions), unless it is masked."""
-    bad = bad if mask is None else bad & mask.bool()
+def _refuse(mask: Tensor | None, n_leading: int, bad: Tensor, what: str, values: Tensor, remedy: str) -> None:
+    """ValueError naming the row of the first bad entry and its value, for `bad` [...] or [..., K], unless masked."""
+    if mask is not None:
+        bad = bad & (mask if bad.ndim == n_leading else mask.unsqueeze(-1)).bool()
 
     def message() -> str:
-        row = tuple(bad.nonzero()[0].tolist())
-        name = row[0] if len(row) == 1 else row
-        value = "" if values is None else f" ({values[row].item():.6g})"
-        return f"teacher row {name} {what}{value}; {remedy}"
+        first = tuple(bad.nonzero()[0].tolist())
+        row = first[:n_leading]
+        name = row[0] if n_leading == 1 else row
+        return f"teacher row {name} {what}: {values[first].item():.6g}; {remedy}"
 
     refuse_where(bad, message)
