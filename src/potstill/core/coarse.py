@@ -130,8 +130,6 @@ def coarse_logits(
     shape = row_shape(logits)
     check_token_ids(token_ids, shape, vocab_width(logits))
     ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
-    if ids.is_inference() and not torch.is_inference_mode_enabled():
-        ids = ids.clone()  # a teacher scored in inference mode; autograd could not save its ids
     parts = parts_of(logits)
     with torch.autocast(token_ids.device.type, enabled=False):
         if torch.compiler.is_compiling():
@@ -141,6 +139,8 @@ def coarse_logits(
             settings = (reader.transform.scale, reader.transform.softcap, *reader[1:])
             selected, rest, rest_mean = coarse_op(first, weight, bias, ids, entropy, *settings)
         else:
+            if ids.is_inference() and not torch.is_inference_mode_enabled():
+                ids = ids.clone()  # a teacher scored in inference mode; autograd could not save its ids
             selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
     return CoarseLogits(
         selected.reshape(*shape, ids.shape[1]),

@@ -77,8 +77,12 @@ def _x_log_x_over_y(log_x: Tensor, log_y: Tensor) -> Tensor:
     return out
 
 
+def _mixture(log_x: Tensor, log_y: Tensor, weight: float) -> Tensor:
+    return torch.logaddexp(log_x + math.log(weight), log_y + math.log(1 - weight))
+
+
 def _jsd(log_q: Tensor, log_p: Tensor, beta: float = 0.5) -> Tensor:
-    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    log_m = _mixture(log_p, log_q, beta)
     return beta * _x_log_x_over_y(log_p, log_m) + (1 - beta) * _x_log_x_over_y(log_q, log_m)
 
 
@@ -97,8 +101,8 @@ TERMS: dict[str, Callable[..., Tensor]] = {
     "reverse_kl": lambda q, p: _x_log_x_over_y(q, p.clamp(min=-87)),
     "jeffreys": lambda q, p: _x_log_x_over_y(p, q) + _x_log_x_over_y(q, p.clamp(min=-87)),
     "jsd": _jsd,
-    "skew_kl": lambda q, p, alpha=0.1: _x_log_x_over_y(p, (alpha * p.exp() + (1 - alpha) * q.exp()).log()),
-    "skew_reverse_kl": lambda q, p, alpha=0.1: _x_log_x_over_y(q, (alpha * q.exp() + (1 - alpha) * p.exp()).log()),
+    "skew_kl": lambda q, p, alpha=0.1: _x_log_x_over_y(p, _mixture(p, q, alpha)),
+    "skew_reverse_kl": lambda q, p, alpha=0.1: _x_log_x_over_y(q, _mixture(q, p, alpha)),
     "total_variation": lambda q, p: (q.exp() - p.exp()).abs() / 2,
     "alpha_beta": _alpha_beta,
 }

@@ -144,8 +144,11 @@ class _SinglePass(torch.autograd.Function):
         return weights.total(rows[0]), *rows
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss, d_per_token, *_):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "single_pass cannot be differentiated twice (create_graph=True): its gradients are final"
+            )
         if d_per_token is not None:
             raise RuntimeError(
                 "single_pass forms gradients for `loss` alone, but a gradient arrived for `per_token`: pass "
