@@ -56,7 +56,8 @@ class ProgressLine(TrainerCallback):
             )
             self._show(state)
         elif "eval_kl" in logs:
-            show(f"held-out  KL {logs['eval_kl']:.4f}  " + exact_match_text(logs))
+            grade = f"  exact match {logs['eval_exact_match']:.1%}" if "eval_exact_match" in logs else ""
+            show(f"held-out  KL {logs['eval_kl']:.4f}{grade}")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -90,8 +91,3 @@ def show(line: str, *, replaceable: bool = False) -> None:
         print(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
     else:
         print(f"\r\033[K{line}", flush=True)
-
-
-def exact_match_text(metrics: dict[str, float]) -> str:
-    """`exact match 92.6 %`, or nothing for prompts without answers."""
-    return f"exact match {metrics['eval_exact_match']:.1%}" if "eval_exact_match" in metrics else ""
