@@ -87,12 +87,9 @@ def _jsd(log_q: Tensor, log_p: Tensor, beta: float = 0.5) -> Tensor:
 
 
 def _alpha_beta(log_q: Tensor, log_p: Tensor, alpha: float = 0.2, beta: float = 0.7) -> Tensor:
-    def power(log_x: Tensor, exponent: float) -> Tensor:
-        return (exponent * log_x).exp()
-
     total = alpha + beta
-    own = alpha / total * power(log_p, total) + beta / total * power(log_q, total)
-    return (own - power(log_p, alpha) * power(log_q, beta)) / (alpha * beta)
+    own = (alpha * (total * log_p).exp() + beta * (total * log_q).exp()) / total
+    return (own - (alpha * log_p).exp() * (beta * log_q).exp()) / (alpha * beta)
 
 
 # Terms of one category from (log q, log p), q the student, and -df/dq at q = p.
@@ -143,7 +140,7 @@ class Row(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """What topk_distillation_loss returns."""
+    """As DistillationOutput."""
 
     loss: Tensor
     per_token: Tensor
@@ -164,9 +161,8 @@ def tail_terms(
     if tail == "generalized":
         return terms(q, p, **options).sum(), MASS_SLOPES[divergence](**options) * (q.exp().sum() - p.exp().sum())
     if tail == "renormalize":
-        if len(ids) < 2:
-            return nothing, nothing
-        return terms(q - torch.logsumexp(q, 0), p - torch.logsumexp(p, 0), **options).sum(), nothing
+        value = terms(q - torch.logsumexp(q, 0), p - torch.logsumexp(p, 0), **options).sum()
+        return value if len(ids) >= 2 else nothing, nothing
     return terms(q, p, **options).sum(), nothing
 
 
