@@ -1,4 +1,7 @@
-"""The trainer: recipes, batches and the Hugging Face Trainer subclass."""
+"""The trainer: recipes, batches and the Hugging Face Trainer subclass.
+
+`run(load_recipe("recipe.yaml"))` is `potstill train recipe.yaml`; DistillationTrainer is for models and data at hand.
+"""
 
 from potstill.train.recipe import Recipe, load_recipe
 from potstill.train.run import RunResult, run

@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -27,7 +28,7 @@ from potstill.train.card import comparison, model_card
 from potstill.train.families import logit_transform
 from potstill.train.models import build_student, kept_layers
 from potstill.train.progress import METRICS_FILE, show
-from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe
+from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe, Student
 from potstill.train.strict import RecipeError
 from potstill.train.trainer import DistillationTrainer
 
@@ -91,21 +92,13 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
         RecipeError: naming the key whose value cannot be loaded or does not fit.
     """
     student_spec, data = recipe.student, recipe.data
-    source = str(Path(__file__).parent.parent / "arithmetic" / "teacher")
-    source = source if recipe.teacher.model == PACKAGED else recipe.teacher.model
+    packaged = Path(__file__).parent.parent / "arithmetic" / "teacher"
+    source = packaged if recipe.teacher.model == PACKAGED else recipe.teacher.model
     with _naming(f"teacher.model={recipe.teacher.model!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
         config = AutoConfig.from_pretrained(source)
         logit_transform(config)
-    if student_spec.prune is not None:
-        with _naming("student"):
-            kept_layers(student_spec.prune.layers, config)
-    if student_spec.model is not None:
-        with _naming(f"student.model={student_spec.model!r}"):
-            own_tokenizer = AutoTokenizer.from_pretrained(student_spec.model)
-            check_same_tokenizer(own_tokenizer, tokenizer)
-            tokenizer = own_tokenizer
-            logit_transform(AutoConfig.from_pretrained(student_spec.model))
+    tokenizer = _checked_student(student_spec, tokenizer, config)
     train = _prompts(recipe, "train", tokenizer, args.seed)
     heldout = None if data.heldout is None else _prompts(recipe, "heldout", tokenizer, args.seed)
     if recipe.warmup.steps and not any(row["answer"] is not None for row in train):
@@ -133,6 +126,23 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
             transform=transform,
             answer_regex=data.answer_regex,
         )
+
+
+def _checked_student(
+    spec: Student, tokenizer: PreTrainedTokenizerBase, teacher_config: PreTrainedConfig
+) -> PreTrainedTokenizerBase:
+    """Refuse a student that cannot be, before its weights or the teacher's are loaded; returns its tokenizer."""
+    with _naming("student"):
+        if spec.prune is not None:
+            kept_layers(spec.prune.layers, teacher_config)
+        elif spec.config is not None:
+            logit_transform(AutoConfig.for_model(**spec.config))
+        elif spec.model is not None:
+            logit_transform(AutoConfig.from_pretrained(spec.model))
+            own_tokenizer = AutoTokenizer.from_pretrained(spec.model)
+            check_same_tokenizer(own_tokenizer, tokenizer)
+            return own_tokenizer
+    return tokenizer
 
 
 def warm_up(recipe: Recipe, trainer: DistillationTrainer) -> None:

@@ -3,6 +3,16 @@
 One optimiser step: the student completes the prompts of all its micro-batches at once, the teacher scores the
 completions, and the scored tokens are counted over micro-batches and ranks; then each micro-batch runs one forward
 and backward of the student alone. `get_batch_samples` is the first part, `compute_loss` the second.
+
+    trainer = DistillationTrainer(
+        student,
+        TrainingArguments("out", max_steps=100),
+        teacher=LocalTeacher(teacher, logit_transform(teacher.config), top_k=64),
+        rollouts=TransformersRollouts(tokenizer, max_new_tokens=256),
+        train_dataset=tokenize([{"prompt": "..."}], tokenizer, max_prompt_tokens=1024),
+        processing_class=tokenizer,
+    )
+    trainer.train()
 """
 
 import random
