@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_NO_COMPILE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo smollm2 test test-slow lint clean
+.PHONY: demo smollm2 test test-slow lint clean venv
 
 demo: $(VENV)/train.stamp
 	$(VENV)/bin/potstill train recipes/arithmetic.yaml
@@ -28,17 +28,21 @@ lint: $(VENV)/dev.stamp
 clean:
 	rm -rf $(VENV)
 
-# A stamp is touched only after its installation succeeded. It is stale when the requirements change or when the
-# interpreter behind $(PY), a link, is replaced; where that interpreter is gone, make sees no $(PY) and builds anew.
-$(VENV)/train.stamp: pyproject.toml constraints.txt $(PY)
+# A stamp is touched after its installation has succeeded, and is stale when the requirements change.
+$(VENV)/train.stamp: pyproject.toml constraints.txt
 	$(PY) -m pip install -q -c constraints.txt -e '.[train]'
 	touch $@
 
 # The dev extra contains the train extra.
-$(VENV)/dev.stamp: pyproject.toml constraints.txt $(PY)
+$(VENV)/dev.stamp: pyproject.toml constraints.txt
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $(VENV)/train.stamp $@
 
-$(PY):
+# pip stops working where .venv is missing or half made, its Python is gone, or the folder was moved: then start anew.
+ifneq ($(shell $(VENV)/bin/pip --version >/dev/null 2>&1 || echo broken),)
+$(VENV)/train.stamp $(VENV)/dev.stamp: venv
+endif
+
+venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "potstill needs Python 3.10 or newer, this is " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
-	$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
