@@ -141,13 +141,15 @@ def test_tokenize_prompts_and_chats():
     tokenizer = make_tokenizer()
     assert tokenize([{"prompt": "a b", "answer": "c"}], tokenizer, 9) == [{"prompt_ids": [1, 4, 5], "answer": "c"}]
     chat = [{"messages": [{"role": "user", "content": "c"}]}]
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="it has no chat template"):
         tokenize(chat, tokenizer, 9)
+    with pytest.raises(ValueError, match="the tokenizer refuses 'a z': WordLevel error"):
+        tokenize([{"prompt": "a z"}], tokenizer, 9)
     tokenizer.chat_template = CHAT_TEMPLATE
     (prompt,) = tokenize(chat, tokenizer, 9)
     assert tokenizer.decode(prompt["prompt_ids"], skip_special_tokens=True) == "a c b"  # b: the assistant's turn
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ValueError, match=r"chat template refuses .* no such role"):
+    with pytest.raises(ValueError, match=r"the tokenizer refuses \[.*\]: no such role"):
         tokenize(chat, tokenizer, 9)
 
 

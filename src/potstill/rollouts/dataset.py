@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 
@@ -68,21 +67,21 @@ def tokenize(
     `max_prompt_tokens` are left out: a shortened one would be another question.
 
     Raises:
-        ValueError: a chat that has no chat template or is refused by it, a prompt without any token, or no prompt
-            that is short enough.
+        ValueError: the tokenizer or its chat template refuses a row, a prompt has no token at all, or no prompt is
+            short enough.
     """
     prompts: list[PromptRow] = []
     ids: Any
     for row in rows:
-        if "messages" in row:
-            if tokenizer.chat_template is None:
-                raise ValueError("the data has chat `messages` but the tokenizer no chat template; use `prompt`")
-            try:
+        try:
+            if "messages" not in row:
+                ids = tokenizer(row["prompt"]).input_ids
+            elif tokenizer.chat_template is not None:
                 ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-            except TemplateError as error:
-                raise ValueError(f"the chat template refuses {row['messages']!r}: {error}") from None
-        else:
-            ids = tokenizer(row["prompt"]).input_ids
+            else:
+                raise ValueError("it has no chat template; use `prompt`, or set tokenizer.chat_template")
+        except Exception as error:  # templates and tokenizers raise what they like
+            raise ValueError(f"the tokenizer refuses {row.get('prompt', row.get('messages'))!r}: {error}") from error
         if not ids:
             raise ValueError(f"the prompt {row.get('prompt')!r} has no token; a prompt needs at least one")
         if len(ids) <= max_prompt_tokens:
