@@ -43,7 +43,7 @@ from potstill.core.transform import LogitTransform
 
 def full_vocab_distillation_loss(
     student: Float[Tensor, "... V"] | LinearLogits,
-    teacher: Float[Tensor, "... V"] | LinearLogits,
+    teacher: Float[Tensor, "... V_teacher"] | LinearLogits,
     *,
     divergence: str = "forward_kl",
     k: int | None = None,

@@ -216,10 +216,10 @@ def topk_loss(
             head, rest = verl_forward_kl_topk(q, p, log_prob_min_clamp), log_q.new_zeros(())
         else:
             head, rest = tail_terms(log_q, ids, p, rest_p, divergence, tail or "bucket", options)
-        raw = scale * (head + rest)
+        head, rest = scale * head, scale * rest
+        raw = head + rest
         loss = raw if loss_min_clamp is None else raw.clamp(min=loss_min_clamp)
         loss = loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
-        possible = log_q[log_q > -INF]
         rows.append(
             Row(
                 head=head,
@@ -230,7 +230,7 @@ def topk_loss(
                 teacher_mass=mass.to(z.dtype),
                 student_tail_mass=_rest(log_q, ids).exp(),
                 teacher_tail_mass=rest_p.exp(),
-                entropy=-(possible.exp() * possible).sum(),
+                entropy=-torch.special.xlogy(log_q.exp(), log_q.exp()).sum(),
                 clamped=clamped or bool(loss != raw),
             )
         )

@@ -115,7 +115,12 @@ class LinearGradients(NamedTuple):
 
 
 def scale_into(grad: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * scale in `dtype`, in place: a narrower result is a view of the front of the same storage."""
+    """grad * scale in `dtype`, in place: a narrower result is a view of the front of the same storage.
+
+    float64, which is for checking gradients and not for training, is left alone so that it can be asked for again.
+    """
+    if grad.dtype == torch.float64:
+        return grad * scale
     grad.mul_(scale)
     if grad.dtype == dtype:
         return grad
@@ -154,7 +159,7 @@ class _SinglePass(torch.autograd.Function):
                 "single_pass forms gradients for `loss` alone, but a gradient arrived for `per_token`: pass "
                 'memory="recompute" (or logits, in full_vocab), or weigh the rows with token_weights'
             )
-        if ctx.spent:
+        if ctx.spent and ctx.dtype != torch.float64:
             raise RuntimeError(
                 'single_pass keeps its gradients for one backward; pass memory="recompute" for a second one'
             )
