@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
@@ -24,7 +25,7 @@ from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses
 from potstill.core.numerics import compute_dtype, logsumexp
 from potstill.core.rows import RowWeights
-from potstill.core.single_pass import LinearGradients, Needs, single_pass
+from potstill.core.single_pass import LinearGradients, Needs, needs_gradient, single_pass
 from potstill.core.tiles import (
     LinearLogits,
     Logits,
@@ -102,14 +103,16 @@ def full_vocab_distillation_loss(
     row_loss = RowLoss(divergence, divergence_options, k, shape_weight, temperature**2 if temperature_squared else 1.0)
     shape, first = row_shape(student), first_part(student)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, compute_dtype(first.dtype), first.device)
-    if isinstance(student, LinearLogits):
+    if isinstance(student, LinearLogits) and needs_gradient(student):
         form = partial(form_full, pairs=pairs, row_loss=row_loss, mask=weights.mask)
         loss, (per_token,) = single_pass(form, student, weights)
     else:
-        readers = pairs.student_reader, pairs.teacher_reader
         with torch.autocast(first.device.type, enabled=False):
-            given = (student, weights.mask, row_loss, readers, *parts_of(pairs.teacher))
-            per_token = outside_graph(_FullVocab.apply, *given)
+            if isinstance(student, LinearLogits):
+                per_token = outside_graph(row_values, pairs, row_loss, weights.mask)
+            else:
+                given = (student, weights.mask, row_loss, pairs[2:], *parts_of(pairs.teacher))
+                per_token = outside_graph(_FullVocab.apply, *given)
         loss = weights.total(per_token)
     return DistillationOutput(loss, per_token.view(shape), summarise_losses(per_token, per_token, weights))
 
@@ -146,8 +149,7 @@ def fold(log_probs: Float[Tensor, "rows V"], token_ids: Tensor) -> Float[Tensor,
     return torch.cat([log_probs.gather(1, token_ids), rest[:, None]], 1)
 
 
-@dataclass(frozen=True)
-class Pairs:
+class Pairs(NamedTuple):
     """Student and teacher, read side by side in tiles of the same rows."""
 
     student: Logits
@@ -188,6 +190,17 @@ class Pairs:
             yield rows, per_token.detach(), d_z.mul_(slope).masked_fill_(idle[:, None], 0.0)
 
 
+@torch.no_grad()
+def row_values(pairs: Pairs, row_loss: RowLoss, mask: Tensor) -> Tensor:
+    """per_token [N], without a gradient."""
+    dtype = compute_dtype(first_part(pairs.student).dtype)
+    per_token = torch.empty(mask.shape, dtype=dtype, device=mask.device)
+    for rows, student, teacher in pairs.pieces():
+        for tile, student_z, teacher_z in pairs.tiles(student, teacher):
+            per_token[rows][tile] = row_loss(student_z, teacher_z, mask[rows][tile])
+    return per_token
+
+
 def form_full(
     linear: LinearLogits, needs: Needs, factor: Tensor, *, pairs: Pairs, row_loss: RowLoss, mask: Tensor
 ) -> tuple[tuple[Tensor], LinearGradients]:
@@ -214,11 +227,7 @@ class _FullVocab(torch.autograd.Function):
         ctx.save_for_backward(student, mask, *(() if ctx.unsaved else teacher))
         ctx.row_loss, ctx.readers = row_loss, readers
         pairs = Pairs(student, from_parts(teacher), *readers)
-        per_token = torch.empty(mask.shape, dtype=compute_dtype(student.dtype), device=student.device)
-        for rows, student_raw, teacher_raw in pairs.pieces():
-            for tile, student_z, teacher_z in pairs.tiles(student_raw, teacher_raw):
-                per_token[rows][tile] = row_loss(student_z, teacher_z, mask[rows][tile])
-        return per_token
+        return row_values(pairs, row_loss, mask)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -34,14 +34,18 @@ Score = Callable[[CoarseLogits, slice], RowNumbers]
 """The loss of some rows: their coarse logits and which rows they are, to their numbers."""
 
 
+def needs_gradient(linear: LinearLogits) -> bool:
+    """Whether a backward through any part can follow."""
+    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in linear)
+
+
 def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
     """Whether a loss forms its gradients in forward: what `memory` names, or the rule behind "auto".
 
     "auto" recomputes where the weight's gradient is needed and 6 V H bytes exceed this device's budget, or under
     torch.compile. Without a gradient to form there is nothing to choose.
     """
-    needs_grad = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in linear)
-    if memory == "recompute" or not needs_grad:
+    if memory == "recompute" or not needs_gradient(linear):
         return False
     if memory == "single_pass":
         return True

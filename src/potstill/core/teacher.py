@@ -249,6 +249,7 @@ def _refuse(mask: Tensor | None, n_leading: int, bad: Tensor, what: str, values:
         first = tuple(bad.nonzero()[0].tolist())
         row = first[:n_leading]
         name = row[0] if n_leading == 1 else row
-        return f"teacher row {name} {what}: {values[first].item():.6g}; {remedy}"
+        value = values[first].item()
+        return f"teacher row {name} {what}: {value if isinstance(value, int) else f'{value:.6g}'}; {remedy}"
 
     refuse_where(bad, message)
