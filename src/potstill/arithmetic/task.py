@@ -26,14 +26,14 @@ NUMBERS = [str(n) for n in range(41)]
 NAMES = [
     first + second + last
     for first in ("Mi", "Ka", "Lo", "Te", "Ru", "Na", "Si", "Bo")
-    for second in ("ra", "li", "no", "ve", "da", "mu")
-    for last in ("n", "s", "l", "k", "ta", "ri", "mo", "ne", "da", "lu")
+    for second in ("ra", "li", "no", "ve", "da")
+    for last in ("n", "s", "ta")
 ]
 ITEMS = [
     first + middle + plural
-    for first in ("bo", "ca", "di", "fe", "gu", "ha", "lu", "me", "no", "pi")
-    for middle in ("l", "nd", "rr", "t", "sk", "mp")
-    for plural in ("ets", "ons", "ies", "als", "ings", "ums", "ents", "ows")
+    for first in ("bo", "ca", "di", "fe", "gu", "ha", "lu", "me", "no", "pi", "ro", "ta")
+    for middle in ("l", "nd", "rr", "t", "sk", "mp", "v")
+    for plural in ("ets", "ons", "ies", "als", "ings", "ums", "ents", "ows", "ers", "ats")
 ]
 # By rank: the first is the most frequent.
 VERBS = """
