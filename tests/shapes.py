@@ -52,7 +52,8 @@ SHAPES = (
 )
 PLAIN = SHAPES[0]
 EMPTY = next(s for s in SHAPES if s.empty)
-KINDS = tuple(s for s in SHAPES if s is PLAIN or s.empty or s.holes or s.k == s.vocab > 1)  # those that reach a term
+# One of each kind of row that a term can meet: the rest of the shapes are about layout.
+KINDS = (PLAIN, EMPTY, *(s for s in SHAPES if s.k == s.vocab - s.holes and s.vocab > 1))
 FORMS = ("logits", "recompute", "single_pass")
 
 

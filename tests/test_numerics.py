@@ -299,9 +299,9 @@ def test_linear_logits_are_as_exact(name):
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_losses_and_gradients_in_float32(divergence, tail, name):
     """Loss to a few ulp of |z|, gradient to float32's resolution of probabilities; never NaN."""
-    logits, _, size = measured(name, torch.float32)
+    logits, _, size = (x[:8] for x in measured(name, torch.float32))
     logits = logits.clone().requires_grad_()
-    near = logits.detach().double() + 0.3 * torch.randn(40, V, dtype=torch.float64)
+    near = logits.detach().double() + 0.3 * torch.randn(8, V, dtype=torch.float64)
     ids = logits.detach().topk(K, -1).indices
     payload = reference.coarse(near, ids)
     teacher = TeacherTopK(ids, payload.log_probs, payload.rest_log_prob)
