@@ -66,6 +66,11 @@ def check_token_ids(token_ids: Tensor, shape: torch.Size, vocab_size: int) -> No
     )
 
 
+def is_fake(x: Tensor) -> bool:
+    """Whether x has no values, as under FakeTensorMode."""
+    return isinstance(x, torch._subclasses.FakeTensor)
+
+
 def refuse_where(bad: Tensor, message: Callable[[], str]) -> None:
     """ValueError with `message()` if any entry is bad.
 
@@ -73,7 +78,7 @@ def refuse_where(bad: Tensor, message: Callable[[], str]) -> None:
     """
     if bad.is_cuda or torch.compiler.is_compiling():
         torch._assert_async(~bad.any(), "potstill: a value is out of range; run the call eagerly on CPU for which")
-    elif not isinstance(bad, torch._subclasses.FakeTensor) and bool(bad.any()):
+    elif not is_fake(bad) and bool(bad.any()):
         raise ValueError(message())
 
 

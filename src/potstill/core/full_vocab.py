@@ -24,6 +24,7 @@ from potstill.core.divergences import DIVERGENCES, check_divergence
 from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses
 from potstill.core.numerics import compute_dtype, logsumexp
+from potstill.core.passes import zero_rows_
 from potstill.core.rows import RowWeights
 from potstill.core.single_pass import LinearGradients, Needs, needs_gradient, single_pass
 from potstill.core.tiles import (
@@ -187,7 +188,8 @@ class Pairs(NamedTuple):
             (d_z,) = torch.autograd.grad(per_token, z, upstream[rows])
             # A NaN in an unscored row survives the slope of a softcap, so its zeros come last.
             idle = (upstream[rows] == 0) | ~mask[rows]
-            yield rows, per_token.detach(), d_z.mul_(slope).masked_fill_(idle[:, None], 0.0)
+            zero_rows_(d_z.mul_(slope), idle)
+            yield rows, per_token.detach(), d_z
 
 
 @torch.no_grad()
