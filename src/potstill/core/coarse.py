@@ -133,7 +133,7 @@ def coarse_logits(
     parts = parts_of(logits)
     with torch.autocast(token_ids.device.type, enabled=False):
         if torch.compiler.is_compiling():
-            from potstill.core.compiled import coarse_op
+            from potstill.core.operators import coarse_op
 
             first, weight, bias = (*parts, None, None)[:3]
             settings = (reader.transform.scale, reader.transform.softcap, *reader[1:])

@@ -19,7 +19,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from potstill.core.checks import check_logits
-from potstill.core.compiled import outside_graph
+from potstill.core.operators import outside_graph
 from potstill.core.divergences import DIVERGENCES, check_divergence
 from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from potstill.core.coarse import CoarseLogits
-from potstill.core.compiled import outside_graph
+from potstill.core.operators import outside_graph
 from potstill.core.metrics import RowNumbers
 from potstill.core.numerics import compute_dtype
 from potstill.core.passes import gradient, idle_rows, join, statistics
