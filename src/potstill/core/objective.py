@@ -127,7 +127,7 @@ class Objective:
             clamped=((clipped != raw) | below).to(raw.dtype),
             student_mass=probs[:, :-1].sum(1),
             teacher_mass=target.mass,
-            student_tail_mass=probs[:, -1],
+            student_tail_mass=probs[:, -1].clone(),  # a view would keep all of probs
             teacher_tail_mass=target.rest.exp(),
             student_log_probs=student[:, :-1].detach(),
             student_entropy=torch.zeros_like(probs[:, -1]) if coarse.rest_mean is None else coarse.entropy.detach(),

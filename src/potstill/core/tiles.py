@@ -81,7 +81,7 @@ def budget(device: torch.device) -> Budget:
     """
     if device.type == "cpu":
         return Budget(tile=8 << 20, product=128 << 20, weight_gradient=2 << 30)
-    return Budget(tile=256 << 20, product=512 << 20, weight_gradient=4 << 30)
+    return Budget(tile=64 << 20, product=384 << 20, weight_gradient=4 << 30)
 
 
 def rows_within(n_bytes: int, width: int, itemsize: int, chunk_size: int | None) -> int:
