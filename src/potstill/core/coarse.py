@@ -24,6 +24,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from potstill.core.checks import check_choice, check_logits, check_reusable, check_token_ids
+from potstill.core.kernel_choice import use_compiled
 from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import gradient, join, linear_gradients, statistics
 from potstill.core.tiles import LinearLogits, TileReader, from_parts, parts_of, read_as, row_shape, vocab_width
@@ -109,7 +110,8 @@ def coarse_logits(
         reuse_logits: backward writes the gradient into the caller's logits (peak 1 instead of 2 times them).
             The logits must not be used again: autograd raises if they are.
         memory: how LinearLogits are differentiated: "recompute" (which "auto" means here).
-        kernel: "auto" or "eager".
+        kernel: "eager", "compiled" (bodies fused by torch.compile; not for a softcap or float64), or "auto": compiled
+            where the logits are large, with one warning and the eager body where that fails.
 
     Returns:
         CoarseLogits in float32 (float64 for float64 inputs).
@@ -124,7 +126,7 @@ def coarse_logits(
     logits = check_logits(logits)
     reader = read_as(logits, transform, temperature, chunk_size)
     check_choice("memory", memory, ("auto", "recompute"))
-    check_choice("kernel", kernel, ("auto", "eager"))
+    reader = reader._replace(fused=use_compiled(kernel, logits, reader))
     if reuse_logits:
         check_reusable(logits)
     shape = row_shape(logits)

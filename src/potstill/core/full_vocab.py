@@ -19,11 +19,11 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from potstill.core.checks import check_logits
-from potstill.core.operators import outside_graph
 from potstill.core.divergences import DIVERGENCES, check_divergence
 from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses
 from potstill.core.numerics import compute_dtype, logsumexp
+from potstill.core.operators import outside_graph
 from potstill.core.passes import zero_rows_
 from potstill.core.rows import RowWeights
 from potstill.core.single_pass import LinearGradients, Needs, needs_gradient, single_pass

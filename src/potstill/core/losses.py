@@ -11,6 +11,7 @@ from torch import Tensor
 
 from potstill.core.checks import check_choice, check_logits, check_reusable
 from potstill.core.coarse import coarse_logits
+from potstill.core.kernel_choice import use_compiled
 from potstill.core.metrics import RowNumbers, overlap, summarise
 from potstill.core.numerics import compute_dtype
 from potstill.core.objective import Objective
@@ -80,7 +81,7 @@ def topk_distillation_loss(
         entropy: also report student_entropy.
         diagnostics: also compare with the student's own top k (costs one more pass).
         check: check the teacher's values (ValueError on CPU, an asynchronous assert on CUDA).
-        kernel: "auto" or "eager".
+        kernel: "eager", "compiled" or "auto" (see coarse_logits).
         **divergence_options: the divergence's own, e.g. beta for jsd.
 
     Returns:
@@ -115,10 +116,10 @@ def topk_distillation_loss(
     score = partial(objective.score, target=target, mask=weights.mask)
 
     check_choice("memory", memory, ("auto", "recompute", "single_pass"))
-    check_choice("kernel", kernel, ("auto", "eager"))
     if reuse_logits:
         check_reusable(logits)
     reader = read_as(logits, transform, temperature, chunk_size)
+    reader = reader._replace(fused=use_compiled(kernel, logits, reader))
     if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory):
         form = partial(
             form_coarse,

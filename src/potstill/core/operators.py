@@ -35,9 +35,10 @@ def coarse_op(
     temperature: float,
     width: int,
     chunk_size: int | None,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """selected, rest and rest_mean; the arguments spell out a LinearLogits (or logits) and a TileReader."""
-    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size)
+    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, fused)
     return coarse_forward(_parts(first, weight, bias), token_ids, reader, entropy)
 
 
@@ -58,10 +59,11 @@ def coarse_backward_op(
     temperature: float,
     width: int,
     chunk_size: int | None,
+    fused: bool,
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients that are needed, in the order of the parts."""
-    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size)
+    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, fused)
     upstream, numbers = (d_selected, d_rest, d_rest_mean), (rest, rest_mean)
     parts = _parts(first, weight, bias)
     grads = coarse_backward(parts, token_ids, reader, entropy, numbers, upstream, needs[: len(parts)])

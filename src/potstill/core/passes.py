@@ -20,6 +20,7 @@ from potstill.core.tiles import (
     row_blocks,
     row_pieces,
 )
+from potstill.kernels import compiled
 
 Numbers = tuple[Tensor, Tensor | None]
 Upstream = tuple[Tensor, Tensor, Tensor | None]
@@ -32,23 +33,30 @@ def statistics(raw: Tensor, token_ids: Tensor, reader: TileReader, entropy: bool
     selected = raw.new_empty((n_rows, k), dtype=dtype)
     rest = raw.new_empty((n_rows,), dtype=dtype)
     rest_mean = raw.new_empty((n_rows if entropy else 0,), dtype=dtype)
-    for start, stop, tile in reader.tiles(raw):  # [C, V + 1]
+    fused = reader.fused and not entropy
+    dtype_of_tile = raw.dtype if fused else None
+    factor = reader.factor(rest)
+    for start, stop, tile in reader.tiles(raw, dtype=dtype_of_tile, transformed=not fused):  # [C, V + 1]
         columns = columns_of(token_ids[start:stop], 0, reader.width)
-        torch.gather(tile, 1, columns, out=selected[start:stop])
+        selected[start:stop] = tile.gather(1, columns)
         tile.scatter_(1, columns, -INF)
-        peak = tile.amax(1, keepdim=True)
-        shift = peak.masked_fill(peak == -INF, 0.0)
-        tile.sub_(shift)
-        if entropy:
-            # exp is 0 at -1e30 as it is at -inf, and 0 * -1e30 is 0.
-            weights = tile.clamp_(min=-1e30).exp()
-            total = weights.sum(1)
-            mean = weights.mul_(tile).sum(1) / total + shift.squeeze(1)
-            nothing = peak.squeeze(1) == -INF
-            rest_mean[start:stop] = mean.masked_fill(nothing, 0.0)
+        if fused:
+            shift, total = compiled.peak_and_total(tile, factor)
         else:
-            total = tile.exp_().sum(1)
-        rest[start:stop] = total.log_() + shift.squeeze(1)
+            peak = tile.amax(1)
+            shift = peak.masked_fill(peak == -INF, 0.0)
+            tile.sub_(shift[:, None])
+            if entropy:
+                # exp is 0 at -1e30 as it is at -inf, and 0 * -1e30 is 0.
+                weights = tile.clamp_(min=-1e30).exp()
+                total = weights.sum(1)
+                mean = weights.mul_(tile).sum(1) / total + shift
+                rest_mean[start:stop] = mean.masked_fill(peak == -INF, 0.0)
+            else:
+                total = tile.exp_().sum(1)
+        rest[start:stop] = total.log() + shift
+    if fused:
+        selected *= factor
     return selected, rest, rest_mean
 
 
@@ -94,21 +102,28 @@ def gradient(
     idle = idle_rows(upstream)
     # Nothing but selected ids: every other column is -inf, and exp(-inf - inf) is the exact zero it needs.
     rest = rest.masked_fill(rest == -INF, INF)
-    for start, stop, tile in reader.tiles(raw, width):  # [C, width + 1]
+    fused = reader.fused and d_rest_mean is None
+    dtype_of_tile = raw.dtype if fused else None
+    factor = reader.factor(rest)
+    for start, stop, tile in reader.tiles(raw, width, dtype_of_tile, not fused):  # [C, width + 1]
         rows = slice(start, stop)
-        slope = reader.transform.derivative(tile, reader.temperature)
-        tile.sub_(rest[rows, None])  # log of the softmax over the rest
-        if rest_mean is None or d_rest_mean is None:
-            tile.exp_().mul_(d_rest[rows, None])
-        else:
-            weights = tile.clamp_(min=-1e30).exp()
-            centre = (1.0 + rest[rows] - rest_mean[rows]).masked_fill(rest[rows] == INF, 0.0)
-            tile.add_(centre[:, None]).mul_(d_rest_mean[rows, None]).add_(d_rest[rows, None])
-            tile.mul_(weights)
         columns = columns_of(token_ids[rows], start_id, start_id + width)
-        tile.scatter_(1, columns, d_selected[rows])
-        if not (isinstance(slope, float) and slope == 1.0):
-            tile.mul_(slope)
+        if fused:
+            compiled.weigh_(tile, rest[rows], d_rest[rows], factor)
+            tile.scatter_(1, columns, (d_selected[rows] * factor).to(tile.dtype))
+        else:
+            slope = reader.transform.derivative(tile, reader.temperature)
+            tile.sub_(rest[rows, None])  # log of the softmax over the rest
+            if rest_mean is None or d_rest_mean is None:
+                tile.exp_().mul_(d_rest[rows, None])
+            else:
+                weights = tile.clamp_(min=-1e30).exp()
+                centre = (1.0 + rest[rows] - rest_mean[rows]).masked_fill(rest[rows] == INF, 0.0)
+                tile.add_(centre[:, None]).mul_(d_rest_mean[rows, None]).add_(d_rest[rows, None])
+                tile.mul_(weights)
+            tile.scatter_(1, columns, d_selected[rows])
+            if not (isinstance(slope, float) and slope == 1.0):
+                tile.mul_(slope)
         zero_rows_(tile, idle[rows])
         for rows_of_tile, block in row_pieces(out_blocks, start, stop):
             block[:, :width].copy_(tile[rows_of_tile, :width])

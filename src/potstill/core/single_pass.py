@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from potstill.core.coarse import CoarseLogits
-from potstill.core.operators import outside_graph
 from potstill.core.metrics import RowNumbers
 from potstill.core.numerics import compute_dtype
+from potstill.core.operators import outside_graph
 from potstill.core.passes import gradient, idle_rows, join, statistics
 from potstill.core.rows import RowWeights
 from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds

@@ -121,11 +121,18 @@ class TileReader(NamedTuple):
     temperature: float
     width: int
     chunk_size: int | None
+    fused: bool = False  # use the compiled bodies where they apply
 
     def tiles(
-        self, raw: Tensor | list[Tensor], width: int | None = None, dtype: torch.dtype | None = None
+        self,
+        raw: Tensor | list[Tensor],
+        width: int | None = None,
+        dtype: torch.dtype | None = None,
+        transformed: bool = True,
     ) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (start, stop, tile): rows start to stop of z, [rows, width + 1], the spare column at -inf.
+
+        z is in compute_dtype, or in `dtype`; with transformed=False the tile holds the raw logits instead.
 
         The tile is scratch memory: it may be overwritten, and is by the next one. `raw` [..., V] may have any
         strides (or be its row_blocks) and is only read; its columns from `width` on are not looked at.
@@ -142,9 +149,14 @@ class TileReader(NamedTuple):
             tile = scratch[: stop - start]
             for rows_of_tile, block in row_pieces(blocks, start, stop):
                 tile[rows_of_tile, :width].copy_(block[:, :width])
-            self.transform.apply_(tile[:, :width], self.temperature)
+            if transformed:
+                self.transform.apply_(tile[:, :width], self.temperature)
             tile[:, width].fill_(-INF)
             yield start, stop, tile
+
+    def factor(self, like: Tensor) -> Tensor:
+        """z / raw, where there is no softcap: a 0-dim tensor beside `like`."""
+        return like.new_tensor(self.transform.scale / self.temperature)
 
     def product_rows(self, linear: LinearLogits) -> int:
         """Rows of one product `hidden @ weight.T` over the full width."""

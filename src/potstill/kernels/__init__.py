@@ -1,0 +1,1 @@
+"""Optional fused bodies of the passes over the vocabulary: plain tensors in and out, nothing of potstill imported."""
