@@ -60,9 +60,11 @@ def vocab_width(logits: Logits) -> int:
 
 
 def chunk_bounds(n_rows: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Cut n_rows into ceil(n_rows / chunk_size) half-open ranges of nearly equal size."""
+    """Cut n_rows into ceil(n_rows / chunk_size) half-open ranges of nearly equal size, the larger ones first."""
     n_chunks = -(-n_rows // chunk_size)
-    return [(n_rows * i // n_chunks, n_rows * (i + 1) // n_chunks) for i in range(n_chunks)]
+    size, larger = divmod(n_rows, max(n_chunks, 1))
+    starts = [i * size + min(i, larger) for i in range(n_chunks + 1)]
+    return list(zip(starts[:-1], starts[1:], strict=True))
 
 
 class Budget(NamedTuple):
