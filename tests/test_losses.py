@@ -142,6 +142,49 @@ def test_a_rest_that_was_not_delivered_is_one_minus_the_mass(dtype, shape, tail)
     check(case, teacher=teacher, tail=tail)
 
 
+@pytest.mark.parametrize("divergence", reference.TERMS)
+def test_a_rest_without_a_student_column_is_dropped_from_both_sides(divergence):
+    """The student has no token outside the ids, the teacher has: what it says of the ids is renormalised."""
+    case = make()
+    ids = case.teacher.token_ids
+    z = torch.full_like(case.logits, -INF).scatter(1, ids, case.logits.detach().gather(1, ids)).requires_grad_()
+    for rest in (case.teacher.rest_log_prob, None):
+        teacher = TeacherTopK(ids, case.teacher.log_probs, rest)
+        out = topk_distillation_loss(z, teacher, divergence=divergence)
+        want = reference.topk_loss(z, teacher, divergence=divergence)
+        renormalised = topk_distillation_loss(z, teacher, divergence=divergence, tail="renormalize")
+        assert_same(out.per_token, want.per_token)
+        assert_same(out.per_token, renormalised.per_token)
+        actual, expected = (torch.autograd.grad(x.loss, z)[0] for x in (out, want))
+        assert_same(actual, expected)
+        assert (out.metrics["tail_loss"] == 0) and (out.metrics["teacher_tail_mass"] > 0)
+
+
+def test_renormalize_of_one_live_slot_is_zero_whatever_the_student_says():
+    """Even where the student cannot say it at all; the row still counts."""
+    z = torch.tensor([[0.0, -INF, 1.0], [0.0, 1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    teacher = TeacherTopK(torch.tensor([[1, -1], [0, 1]]), torch.tensor([[0.5, 0.5], [0.6, 0.3]]).double().log())
+    for divergence in reference.TERMS:
+        out = topk_distillation_loss(z, teacher, divergence=divergence, tail="renormalize")
+        assert out.per_token[0] == 0 and out.per_token[1] > 0
+        assert_same(out.loss, out.per_token[1] / 2)
+        (gradient,) = torch.autograd.grad(out.loss, z)
+        assert (gradient[0] == 0).all() and (gradient[1] != 0).any()
+
+
+def test_loss_max_clamp_acts_on_both_sides():
+    """drop goes negative where the student has more mass on the ids; beyond the clamp there is no gradient."""
+    case = make(shapes.Shape((40,), 31, 6, "many rows"))
+    case = case._replace(teacher=shapes.top_k(0.5 * case.logits.detach(), 6))
+    plain, _ = run(case, "logits", **VERL)
+    for sign in (1, -1):
+        assert (sign * plain.per_token > 0.02).any()
+    check(case, loss_max_clamp=0.02, **VERL)
+    clamped, gradients = run(case, "logits", loss_max_clamp=0.02, **VERL)
+    assert clamped.metrics["loss_min"] == -0.02 and clamped.metrics["loss_max"] == 0.02
+    assert (gradients["logits"][plain.per_token.abs() > 0.02] == 0).all()
+
+
 @pytest.mark.parametrize("dtype, eps", [(torch.float32, 2.0**-24), (torch.float64, 2.0**-53)])
 def test_a_full_payload_leaves_the_rest_eps(dtype, eps):
     teacher = TeacherTopK(torch.tensor([[0]]), torch.zeros(1, 1, dtype=dtype))  # P = 1, so 1 - P = 0
@@ -805,6 +848,19 @@ def test_diagnostics_on_every_shape(shape):
     assert metrics["overlap_ratio"] == pytest.approx(count / max(n_rows, 1) / max(k, 1))
     assert metrics["overlap_token_advantage_count"] == rows
     assert metrics["overlap_token_advantage_sum"] == pytest.approx(advantage, abs=1e-12)
+
+
+def test_the_overlap_is_floored_where_the_loss_is():
+    case, floor = make(), -2.0
+    out, _ = run(case, "logits", diagnostics=True, log_prob_min_clamp=floor, **VERL)
+    ids, p = case.teacher.token_ids, case.teacher.log_probs.clamp(min=floor)
+    log_q = case.logits.detach().log_softmax(-1)
+    shared = (ids[:, :, None] == log_q.topk(4).indices[:, None, :]).any(-1)
+    gain = -(p.exp() * (p - log_q.gather(1, ids).clamp(min=floor))) * shared
+    advantage = (gain.sum(-1) / shared.sum(-1).clamp(min=1)).sum()
+    assert_same(out.metrics["overlap_token_advantage_sum"], advantage)
+    unfloored, _ = run(case, "logits", diagnostics=True, **VERL)
+    assert unfloored.metrics["overlap_token_advantage_sum"] != advantage
 
 
 def test_diagnostics_only_on_demand_and_of_scored_rows():
