@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import potstill
 
@@ -24,6 +25,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, e.g. training.max_steps=5"
     )
     train.set_defaults(run=_train)
+    plan = commands.add_parser(
+        "plan",
+        help="predict the memory of the loss",
+        description="Peak memory of the loss by strategy, what fits a budget, and the settings to choose.",
+    )
+    sizes = plan.add_mutually_exclusive_group(required=True)
+    sizes.add_argument("--model", metavar="CONFIG_OR_ID", help="a config.json, a folder with one, or an id on the hub")
+    sizes.add_argument("--vocab", metavar="V", type=int, help="the width of the head; needs --hidden")
+    plan.add_argument("--hidden", metavar="H", type=int, help="the hidden size")
+    plan.add_argument("--tokens", metavar="N", type=int, required=True, help="scored tokens in one call of the loss")
+    plan.add_argument("--tp", metavar="T", type=int, default=1, help="ranks that share the vocabulary (default 1)")
+    plan.add_argument("--top-k", metavar="K", type=int, required=True, help="ids in a teacher's row")
+    plan.add_argument("--budget", metavar="GIB", type=float, help="memory there is for the loss")
+    plan.set_defaults(run=_plan)
+    bench = commands.add_parser("bench", help="measure exactness, memory or speed")
+    bench.add_argument("benchmark", choices=("exactness", "memory", "speed"))
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="see potstill bench BENCHMARK --help")
+    bench.set_defaults(run=_bench)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
@@ -45,6 +64,24 @@ def _train(arguments: argparse.Namespace) -> int:
         print("\npotstill: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from potstill.plan import Job, report, sizes_of
+
+    if (arguments.vocab is None) != (arguments.hidden is None):
+        return _refuse("--vocab and --hidden go together, or --model alone")
+    try:
+        vocab_size, hidden_size = sizes_of(arguments.model) if arguments.model else (arguments.vocab, arguments.hidden)
+        job = Job(arguments.tokens, vocab_size, hidden_size, arguments.top_k)
+        print(report(job, arguments.tp, arguments.budget))
+    except ValueError as error:
+        return _refuse(str(error))
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    return import_module(f"potstill.bench.{arguments.benchmark}").main(arguments.options)
 
 
 def _refuse(message: str) -> int:
