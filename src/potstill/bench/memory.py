@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from potstill.bench.peak import CPU, WAYS, Shape, peak_bytes, profiled_peak_bytes
+from potstill.bench.peak import CPU, WAYS, Shape, Way, linear_logits, our_loss, peak_bytes, profiled_peak_bytes
 from potstill.bench.report import parser, table, write_json_lines
 
 GIB, MIB = 2**30, 2**20
@@ -25,8 +26,8 @@ LIMITS = {  # GiB at tp 1 and 4,096 and 16,384 rows; the fused ones at 4,096 are
     "fused, recompute": (0.25 * 13.28, 3.2),
 }
 SLOPES = {  # bytes a row
-    "fused, single_pass": 4 * HIDDEN_SIZE + 32 * TOP_K,
-    "fused, recompute": 8 * HIDDEN_SIZE + 64 * TOP_K,
+    "single_pass": 4 * HIDDEN_SIZE + 32 * TOP_K,
+    "recompute": 8 * HIDDEN_SIZE + 64 * TOP_K,
 }
 
 
@@ -97,9 +98,11 @@ def _promises(peaks: dict[Case, dict[str, int]]) -> Iterator[Promise]:
     for name, limits in LIMITS.items():
         for rows, limit in zip((4_096, 16_384), limits, strict=True):
             yield Promise(f"{name}, tp 1, N = {rows:,}", peaks[1, rows][name] / GIB, limit, "GiB")
-    for name, limit in SLOPES.items():
-        slope = (peaks[1, 24_576][name] - peaks[1, 4_096][name]) / (24_576 - 4_096)
-        yield Promise(f"{name}, each further token", slope / 1024, limit / 1024, "KiB")
+    for memory, limit in SLOPES.items():
+        # In products of one height, which would differ a little from one N to another.
+        way = Way(linear_logits, partial(our_loss, {"memory": memory, "chunk_size": 512}))
+        low, high = (peak_bytes(way, Shape(rows, VOCAB_SIZE, TOP_K, HIDDEN_SIZE)) for rows in (4_096, 8_192))
+        yield Promise(f"fused, {memory}, each further token", (high - low) / 4_096 / 1024, limit / 1024, "KiB")
 
 
 def _promise_row(promise: Promise) -> dict[str, str]:
