@@ -15,10 +15,10 @@ smollm2: $(VENV)/train.stamp
 	$(VENV)/bin/potstill train recipes/smollm2.yaml
 
 test: $(VENV)/dev.stamp
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 test-slow: $(VENV)/dev.stamp
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -n 2 -m slow
 
 lint: $(VENV)/dev.stamp
 	$(PY) -m ruff check .

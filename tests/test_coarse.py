@@ -82,7 +82,7 @@ def test_gradcheck(form, k):
         coarse = coarse_logits(logits_of(form, *inputs), ids, entropy=True, chunk_size=2, temperature=1.3)
         return coarse.selected, coarse.rest, coarse.rest_mean
 
-    assert torch.autograd.gradcheck(numbers, parts())
+    assert torch.autograd.gradcheck(numbers, parts(), fast_mode=form == "linear")
 
 
 @pytest.mark.parametrize("form", FORMS)
