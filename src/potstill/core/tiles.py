@@ -7,6 +7,7 @@ host sync and no special case. Memory: one tile, plus for LinearLogits one produ
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def chunk_bounds(n_rows: int, chunk_size: int) -> list[tuple[int, int]]:
     n_chunks = -(-n_rows // chunk_size)
     size, larger = divmod(n_rows, max(n_chunks, 1))
     starts = [i * size + min(i, larger) for i in range(n_chunks + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(pairwise(starts))
 
 
 class Budget(NamedTuple):
