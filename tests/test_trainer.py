@@ -149,7 +149,7 @@ def test_training_follows_the_teacher_and_logs(tmp_path):
     assert 0 < last["student_mass"] < 1 and 0 < last["teacher_mass"] < 1
     assert last["student_mass"] > steps[0]["student_mass"]
     assert last["tokens_per_second"] > 0
-    assert all(last[f"{part}_seconds"] > 0 for part in ("rollout", "teacher", "student"))
+    assert all(last[f"{part}_seconds"] > 0 for part in ("rollout", "teacher", "student", "loss"))
     assert [row["eval_kl"] for row in rows if "eval_kl" in row] == [before["eval_kl"], after["eval_kl"]]
 
 

@@ -178,13 +178,14 @@ class DistillationTrainer(Trainer):
         """
 
         def score(logits: LinearLogits) -> Tensor:
-            output = self.loss(
-                scored_part(logits, inputs),
-                inputs["teacher"],
-                num_tokens=num_items_in_batch,
-                transform=self.student.transform,
-                check=False,  # the teacher's rows were checked when they arrived
-            )
+            with self.meter.timed("loss"):
+                output = self.loss(
+                    scored_part(logits, inputs),
+                    inputs["teacher"],
+                    num_tokens=num_items_in_batch,
+                    transform=self.student.transform,
+                    check=False,  # the teacher's rows were checked when they arrived
+                )
             self.meter.add(output.metrics)
             return output.loss
 
