@@ -280,9 +280,8 @@ class TestAutograd:
     def test_double_backward_is_an_error(self, form):
         inputs = parts()
         coarse = coarse_logits(logits_of(form, *inputs), distinct_ids(N, V, 3))
-        grads = torch.autograd.grad(coarse.log_probs.sum(), inputs, create_graph=True)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grads[1].sum().backward()
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(coarse.log_probs.sum(), inputs, create_graph=True)
 
     @pytest.mark.parametrize("form", FORMS)
     def test_checkpointing_around_it_changes_nothing(self, form):

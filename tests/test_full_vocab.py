@@ -179,6 +179,14 @@ def test_per_token_of_a_linear_student_cannot_be_differentiated():
         out.per_token.sum().backward()
 
 
+@pytest.mark.parametrize("side", ["logits", "linear"])
+def test_a_second_order_is_refused_and_not_dropped(side):
+    ours = student_parts()
+    loss = full_vocab_distillation_loss(form(side, *ours), form("logits", *teacher_parts())).loss
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(loss, ours, create_graph=True)
+
+
 @pytest.mark.usefixtures("without_shape_checks")
 @pytest.mark.parametrize(
     ("options", "message"),

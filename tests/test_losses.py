@@ -1244,3 +1244,15 @@ def test_coarse_logits_refuses_what_it_cannot_do():
 def test_logit_transform_refuses(options, pattern):
     with pytest.raises(ValueError, match=pattern):
         LogitTransform(**options)
+
+
+@pytest.mark.usefixtures("without_shape_checks")
+def test_what_is_no_teacher_and_no_count_is_named():
+    case = make()
+    with pytest.raises(TypeError, match=r"teacher must be TeacherTopK.*from_logits"):
+        topk_distillation_loss(case.logits, case.logits)
+    with pytest.raises(ValueError, match="num_tokens must be a finite number, got nan"):
+        topk_distillation_loss(case.logits, case.teacher, num_tokens=float("nan"))
+    hidden, weight = case.linear[:2]
+    with pytest.raises(ValueError, match="one device, got cpu, meta"):
+        topk_distillation_loss(LinearLogits(hidden, weight.to("meta")), case.teacher)

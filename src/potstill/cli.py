@@ -44,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("options", nargs=argparse.REMAINDER, help="see potstill bench BENCHMARK --help")
     bench.set_defaults(run=_bench)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        print("\npotstill: interrupted", file=sys.stderr)
+        return 130
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -60,9 +64,6 @@ def _train(arguments: argparse.Namespace) -> int:
         run(load_recipe(arguments.recipe, arguments.overrides))
     except RecipeError as error:
         return _refuse(str(error))
-    except KeyboardInterrupt:
-        print("\npotstill: interrupted", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -29,6 +29,9 @@ def check_logits(logits: Logits, name: str = "logits") -> Logits:
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}: bias must be [V] = [{weight.shape[0]}], got {list(bias.shape)}")
+    devices = {str(part.device) for part in logits if part is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{name}: hidden, weight and bias must be on one device, got {', '.join(sorted(devices))}")
     dtypes = {part.dtype for part in logits if part is not None}
     if len(dtypes) > 1:
         if not torch.is_autocast_enabled(hidden.device.type):
@@ -80,6 +83,14 @@ def refuse_where(bad: Tensor, message: Callable[[], str]) -> None:
         torch._assert_async(~bad.any(), "potstill: a value is out of range; run the call eagerly on CPU for which")
     elif not is_fake(bad) and bool(bad.any()):
         raise ValueError(message())
+
+
+def refuse_double_backward() -> None:
+    """RuntimeError inside a backward that is being recorded: the hand-written gradients have none of their own."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "potstill's losses cannot be differentiated twice (create_graph=True); use core/reference.py for that"
+        )
 
 
 def check_reusable(logits: Logits) -> None:

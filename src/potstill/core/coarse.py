@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from potstill.core.checks import check_choice, check_logits, check_reusable, check_token_ids
+from potstill.core.checks import check_choice, check_logits, check_reusable, check_token_ids, refuse_double_backward
 from potstill.core.kernel_choice import use_compiled
 from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import gradient, join, linear_gradients, statistics
@@ -194,8 +194,8 @@ class _Coarse(torch.autograd.Function):
         return selected, rest, rest_mean
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream):
+        refuse_double_backward()
         token_ids, *numbers_and_parts = ctx.saved_tensors
         numbers, parts = numbers_and_parts[:2], numbers_and_parts[2:]
         given = (parts, token_ids, ctx.reader, ctx.entropy, numbers, upstream, ctx.needs_input_grad[4:])

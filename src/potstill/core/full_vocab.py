@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from potstill.core.checks import check_logits
+from potstill.core.checks import check_logits, refuse_double_backward
 from potstill.core.divergences import DIVERGENCES, check_divergence
 from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses
@@ -232,8 +232,8 @@ class _FullVocab(torch.autograd.Function):
         return row_values(pairs, row_loss, mask)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, upstream):
+        refuse_double_backward()
         student, mask, *teacher = ctx.saved_tensors
         teacher = ctx.unsaved or teacher
         pairs = Pairs(student, from_parts(teacher), *ctx.readers)

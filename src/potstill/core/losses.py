@@ -96,6 +96,11 @@ def topk_distillation_loss(
             no meaning, a teacher of another temperature, or teacher rows that cannot be.
     """
     logits = check_logits(logits)
+    if not isinstance(teacher, (TeacherTopK, SampledTargets)):
+        raise TypeError(
+            f"teacher must be TeacherTopK or SampledTargets, got {type(teacher).__name__}; from logits make one with "
+            "TeacherTopK.from_logits, or use full_vocab_distillation_loss"
+        )
     objective = Objective(
         divergence=divergence,
         tail=tail,

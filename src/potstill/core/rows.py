@@ -82,6 +82,8 @@ class RowWeights(NamedTuple):
         n_rows = math.prod(shape)
         scored = torch.ones(n_rows, dtype=torch.bool, device=device) if mask is None else mask.reshape(-1) != 0
         count = scored.sum() if num_tokens is None else torch.as_tensor(num_tokens, device=device)
+        if isinstance(num_tokens, float) and not math.isfinite(num_tokens):
+            raise ValueError(f"num_tokens must be a finite number, got {num_tokens}; count the scored tokens")
         if count.ndim != 0:
             raise ValueError(f"num_tokens must be a number or a 0-dim tensor, got shape {list(count.shape)}")
         count = count.detach().to(dtype)

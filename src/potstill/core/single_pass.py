@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from potstill.core.checks import refuse_double_backward
 from potstill.core.coarse import CoarseLogits
 from potstill.core.metrics import RowNumbers
 from potstill.core.numerics import compute_dtype
@@ -154,10 +155,7 @@ class _SinglePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss, d_per_token, *_):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "single_pass cannot be differentiated twice (create_graph=True): its gradients are final"
-            )
+        refuse_double_backward()
         if d_per_token is not None:
             raise RuntimeError(
                 "single_pass forms gradients for `loss` alone, but a gradient arrived for `per_token`: pass "
