@@ -77,20 +77,27 @@ def _dense(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _forward(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log q at the ids, top ids, log Z [N, 1] and probabilities [N, V]; three float32 tensors [N, V] at its peak."""
-    shifted = logits.to(torch.float32, copy=True)
-    peak = shifted.amax(-1, keepdim=True)
-    shifted.sub_(peak)
+    """log q at the ids, top ids, log Z [N, 1] and probabilities [N, V]; three float32 tensors [N, V] at its peak.
+
+    One new tensor for each step, as there: a float32 copy, the shifted logits, their exp, the log-probabilities, and
+    the exp of those.
+    """
+    z = logits.to(torch.float32, copy=True)
+    peak = z.amax(-1, keepdim=True)
+    shifted = z - peak
+    del z
     exp = shifted.exp()
-    total = exp.sum(-1, keepdim=True)
-    log_probs = shifted - total.log()
+    log_total = exp.sum(-1, keepdim=True).log()
+    log_probs = shifted - log_total
+    del shifted, exp
+    probs = log_probs.exp()
     top_ids = log_probs.topk(token_ids.shape[1], dim=-1).indices
-    return log_probs.gather(-1, token_ids), top_ids, total.log() + peak, exp.div_(total)
+    return log_probs.gather(-1, token_ids), top_ids, log_total + peak, probs
 
 
 def _backward(probs: Tensor, token_ids: Tensor, upstream: Tensor) -> Tensor:
-    """dL/dz = g at the ids - q sum(g), in place of the probabilities."""
-    return probs.mul_(-upstream.sum(-1, keepdim=True)).scatter_add_(-1, token_ids, upstream)
+    """dL/dz = g at the ids - q sum(g), beside the probabilities."""
+    return (probs * -upstream.sum(-1, keepdim=True)).scatter_add_(-1, token_ids, upstream)
 
 
 class _VerlLike(torch.autograd.Function):

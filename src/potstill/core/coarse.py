@@ -35,23 +35,41 @@ class CoarseLogits(NamedTuple):
     """The K + 1 numbers of each row, and what follows from them. Differentiable; in nats.
 
     Shapes: selected [..., K] (-inf in empty slots), rest [...] (-inf where every id is selected), rest_mean
-    [...] (mean of z under the softmax over the rest, 0 where there is none) or None.
+    [...] (mean of z under the softmax over the rest, 0 where there is none) or None; rest_error [...] is what
+    float32 took from rest, so that log-probabilities do not lose what the size of the logits costs.
     """
 
     selected: Tensor
     rest: Tensor
     rest_mean: Tensor | None = None
+    rest_error: Tensor | None = None
+
+    @classmethod
+    def of(cls, selected: Tensor, total: Tensor, shift: Tensor, rest_mean: Tensor | None = None) -> "CoarseLogits":
+        """From the total of exp(z - shift) over the rest, 0 where there is none."""
+        some = total > 0
+        wide = torch.float32 if total.device.type == "mps" else torch.float64  # N numbers; there is no float64 on MPS
+        exact = total.masked_fill(~some, 1.0).to(wide).log() + shift
+        rest = exact.to(total.dtype)
+        with torch.no_grad():
+            error = (exact - rest).to(total.dtype)
+            none = total - INF  # -inf where the total is 0, NaN where it is NaN; a row of that gets no gradient here
+        return cls(selected, torch.where(some, rest, none), rest_mean, torch.where(some, error, 0.0))
 
     def flatten(self) -> "CoarseLogits":
         """The same with the leading dimensions as one."""
         k = self.selected.shape[-1]
-        mean = None if self.rest_mean is None else self.rest_mean.reshape(-1)
-        return CoarseLogits(self.selected.reshape(self.rest.numel(), k), self.rest.reshape(-1), mean)
+        others = (x if x is None else x.reshape(-1) for x in self[1:])
+        return CoarseLogits(self.selected.reshape(self.rest.numel(), k), *others)
 
     @property
     def all_log_probs(self) -> Float[Tensor, "... categories"]:
         """Log-probabilities [..., K + 1] of the ids and, last, of anything else."""
-        return torch.log_softmax(torch.cat([self.selected, self.rest.unsqueeze(-1)], -1), -1)
+        z = torch.cat([self.selected, self.rest.unsqueeze(-1)], -1)
+        z = z - z.detach().amax(-1, keepdim=True).round()  # a whole number: exact, where subtracting the peak is not
+        if self.rest_error is not None:
+            z = torch.cat([z[..., :-1], (z[..., -1] + self.rest_error).unsqueeze(-1)], -1)
+        return z - torch.logsumexp(z, -1, keepdim=True)
 
     @property
     def log_probs(self) -> Float[Tensor, "... k"]:
@@ -139,25 +157,22 @@ def coarse_logits(
 
             first, weight, bias = (*parts, None, None)[:3]
             settings = (reader.transform.scale, reader.transform.softcap, *reader[1:])
-            selected, rest, rest_mean = coarse_op(first, weight, bias, ids, entropy, *settings)
+            outputs = coarse_op(first, weight, bias, ids, entropy, *settings)
         else:
             if ids.is_inference() and not torch.is_inference_mode_enabled():
                 ids = ids.clone()  # a teacher scored in inference mode; autograd could not save its ids
-            selected, rest, rest_mean = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
-    return CoarseLogits(
-        selected.reshape(*shape, ids.shape[1]),
-        rest.reshape(shape),
-        rest_mean.reshape(shape) if entropy else None,
-    )
+            outputs = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
+    selected, *others = outputs if entropy else outputs[:3]
+    return CoarseLogits.of(selected.reshape(*shape, ids.shape[1]), *(x.reshape(shape) for x in others))
 
 
 def coarse_forward(
     parts: Sequence[Tensor | None], token_ids: Tensor, reader: TileReader, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`statistics` of every row of logits given by their parts."""
     pieces = reader.products(from_parts(parts))
-    selected, rest, rest_mean = join(statistics(raw, token_ids[a:b], reader, entropy) for a, b, raw in pieces)
-    return selected, rest, rest_mean
+    selected, total, shift, rest_mean = join(statistics(raw, token_ids[a:b], reader, entropy) for a, b, raw in pieces)
+    return selected, total, shift, rest_mean
 
 
 def coarse_backward(
@@ -171,9 +186,9 @@ def coarse_backward(
     *,
     reuse_logits: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the parts from (rest, rest_mean) and the gradients of (selected, rest, rest_mean)."""
-    (rest, rest_mean), (d_selected, d_rest, d_rest_mean) = numbers, upstream
-    given = (rest, rest_mean if entropy else None), (d_selected, d_rest, d_rest_mean if entropy else None)
+    """Gradients of the parts from (shift, total, rest_mean) and the gradients of (selected, total, rest_mean)."""
+    (shift, total, rest_mean), (d_selected, d_total, d_rest_mean) = numbers, upstream
+    given = (shift, total, rest_mean if entropy else None), (d_selected, d_total, d_rest_mean if entropy else None)
     logits = from_parts(parts)
     with torch.autocast(token_ids.device.type, enabled=False):
         if isinstance(logits, LinearLogits):
@@ -188,15 +203,17 @@ class _Coarse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, token_ids, reader, entropy, reuse_logits, *parts):
-        selected, rest, rest_mean = coarse_forward(parts, token_ids, reader, entropy)
-        ctx.save_for_backward(token_ids, rest, rest_mean, *parts)
+        selected, total, shift, rest_mean = coarse_forward(parts, token_ids, reader, entropy)
+        ctx.save_for_backward(token_ids, shift, total, rest_mean, *parts)
         ctx.reader, ctx.entropy, ctx.reuse_logits = reader, entropy, reuse_logits
-        return selected, rest, rest_mean
+        ctx.mark_non_differentiable(shift)
+        return selected, total, shift, rest_mean
 
     @staticmethod
-    def backward(ctx, *upstream):
+    def backward(ctx, d_selected, d_total, _, d_rest_mean):
         refuse_double_backward()
         token_ids, *numbers_and_parts = ctx.saved_tensors
-        numbers, parts = numbers_and_parts[:2], numbers_and_parts[2:]
+        numbers, parts = numbers_and_parts[:3], numbers_and_parts[3:]
+        upstream = d_selected, d_total, d_rest_mean
         given = (parts, token_ids, ctx.reader, ctx.entropy, numbers, upstream, ctx.needs_input_grad[4:])
         return None, None, None, None, *coarse_backward(*given, reuse_logits=ctx.reuse_logits)

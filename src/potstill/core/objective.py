@@ -98,8 +98,7 @@ class Objective:
         # Unscored rows may hold NaN; replaced before any arithmetic, their gradient is exactly 0.
         coarse = CoarseLogits(
             torch.where(mask[:, None], coarse.selected, 0.0),
-            torch.where(mask, coarse.rest, 0.0),
-            None if coarse.rest_mean is None else torch.where(mask, coarse.rest_mean, 0.0),
+            *(x if x is None else torch.where(mask, x, 0.0) for x in coarse[1:]),
         )
         student = coarse.all_log_probs  # [C, K + 1]
         probs = student.detach().exp()

@@ -36,8 +36,8 @@ def coarse_op(
     width: int,
     chunk_size: int | None,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """selected, rest and rest_mean; the arguments spell out a LinearLogits (or logits) and a TileReader."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """selected, total, shift and rest_mean; the arguments spell out a LinearLogits (or logits) and a TileReader."""
     reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, fused)
     return coarse_forward(_parts(first, weight, bias), token_ids, reader, entropy)
 
@@ -45,9 +45,10 @@ def coarse_op(
 @torch.library.custom_op("potstill::coarse_backward", mutates_args=())
 def coarse_backward_op(
     d_selected: Tensor,
-    d_rest: Tensor,
+    d_total: Tensor,
     d_rest_mean: Tensor,
-    rest: Tensor,
+    shift: Tensor,
+    total: Tensor,
     rest_mean: Tensor,
     first: Tensor,
     weight: Tensor | None,
@@ -64,7 +65,7 @@ def coarse_backward_op(
 ) -> list[Tensor]:
     """The gradients that are needed, in the order of the parts."""
     reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, fused)
-    upstream, numbers = (d_selected, d_rest, d_rest_mean), (rest, rest_mean)
+    upstream, numbers = (d_selected, d_total, d_rest_mean), (shift, total, rest_mean)
     parts = _parts(first, weight, bias)
     grads = coarse_backward(parts, token_ids, reader, entropy, numbers, upstream, needs[: len(parts)])
     return [grad for grad in grads if grad is not None]
@@ -74,11 +75,11 @@ def coarse_backward_op(
 def _(first, weight, bias, token_ids, entropy, *_):
     n_rows, k = token_ids.shape
     new = lambda *shape: first.new_empty(shape, dtype=compute_dtype(first.dtype))  # noqa: E731
-    return new(n_rows, k), new(n_rows), new(n_rows if entropy else 0)
+    return new(n_rows, k), new(n_rows), new(n_rows), new(n_rows if entropy else 0)
 
 
 @coarse_backward_op.register_fake
-def _(d_selected, d_rest, d_rest_mean, rest, rest_mean, first, weight, bias, *args):
+def _(d_selected, d_total, d_rest_mean, shift, total, rest_mean, first, weight, bias, *args):
     parts = (first, weight, bias)
     return [
         torch.empty_like(part, memory_format=torch.contiguous_format)
@@ -89,15 +90,16 @@ def _(d_selected, d_rest, d_rest_mean, rest, rest_mean, first, weight, bias, *ar
 
 def _setup_context(ctx, inputs, output):
     first, weight, bias, token_ids, *settings = inputs
-    _, rest, rest_mean = output
-    ctx.save_for_backward(rest, rest_mean, first, weight, bias, token_ids)
+    _, total, shift, rest_mean = output
+    ctx.save_for_backward(shift, total, rest_mean, first, weight, bias, token_ids)
     ctx.settings = settings
+    ctx.mark_non_differentiable(shift)
 
 
-def _backward(ctx, *upstream):
+def _backward(ctx, d_selected, d_total, _, d_rest_mean):
     needs = list(ctx.needs_input_grad[:3])
     saved = ctx.saved_tensors
-    grads = iter(coarse_backward_op(*upstream, *saved, *ctx.settings, needs))
+    grads = iter(coarse_backward_op(d_selected, d_total, d_rest_mean, *saved, *ctx.settings, needs))
     return *(next(grads) if needed else None for needed in needs), *[None] * (1 + len(ctx.settings))
 
 

@@ -1,7 +1,9 @@
 """The two passes over the vocabulary: statistics of each row forward, gradients backward, tile by tile.
 
-Plain functions on raw logits; coarse.py and single_pass.py wire them to autograd. `numbers` are (rest, rest_mean)
-and `upstream` the gradients of (selected, rest, rest_mean), where rest_mean is None without entropy.
+Plain functions on raw logits; coarse.py and single_pass.py wire them to autograd. A row's rest is kept as a shift
+near its largest logit and the total of exp(z - shift), because their sum of logarithms would lose what the size of
+the logits costs in float32. `numbers` are (shift, total, rest_mean) and `upstream` the gradients of (selected, total,
+rest_mean), where rest_mean is None without entropy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,42 +24,51 @@ from potstill.core.tiles import (
 )
 from potstill.kernels import compiled
 
-Numbers = tuple[Tensor, Tensor | None]
+Numbers = tuple[Tensor, Tensor, Tensor | None]
 Upstream = tuple[Tensor, Tensor, Tensor | None]
 
 
-def statistics(raw: Tensor, token_ids: Tensor, reader: TileReader, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """selected [N, K], rest [N] and rest_mean [N] (empty without entropy) of raw logits with N rows in all."""
+def statistics(
+    raw: Tensor, token_ids: Tensor, reader: TileReader, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """selected [N, K], total [N], shift [N] and rest_mean [N] (empty without entropy) of raw logits with N rows."""
     n_rows, k = token_ids.shape
     dtype = compute_dtype(raw.dtype)
     selected = raw.new_empty((n_rows, k), dtype=dtype)
-    rest = raw.new_empty((n_rows,), dtype=dtype)
+    total, shift = (raw.new_empty((n_rows,), dtype=dtype) for _ in range(2))
     rest_mean = raw.new_empty((n_rows if entropy else 0,), dtype=dtype)
     fused = reader.fused and not entropy
     dtype_of_tile = raw.dtype if fused else None
-    factor = reader.factor(rest)
+    factor = reader.factor(total)
     for start, stop, tile in reader.tiles(raw, dtype=dtype_of_tile, transformed=not fused):  # [C, V + 1]
         columns = columns_of(token_ids[start:stop], 0, reader.width)
-        selected[start:stop] = tile.gather(1, columns)
-        tile.scatter_(1, columns, -INF)
+        rows = slice(start, stop)
+        selected[rows] = tile.gather(1, columns)
+        put_(tile, columns, tile.new_full((), -INF).expand_as(columns))
         if fused:
-            shift, total = compiled.peak_and_total(tile, factor)
+            shift[rows], total[rows] = compiled.peak_and_total(tile, factor)
+            continue
+        peak = tile.amax(1)
+        shift[rows] = peak.masked_fill_(peak == -INF, 0.0)
+        tile.sub_(peak[:, None])
+        if entropy:
+            # exp is 0 at -1e30 as it is at -inf, and 0 * -1e30 is 0.
+            weights = tile.clamp_(min=-1e30).exp()
+            total[rows] = weights.sum(1)
+            mean = weights.mul_(tile).sum(1) / total[rows] + peak
+            rest_mean[rows] = mean.masked_fill(total[rows] == 0, 0.0)
         else:
-            peak = tile.amax(1)
-            shift = peak.masked_fill(peak == -INF, 0.0)
-            tile.sub_(shift[:, None])
-            if entropy:
-                # exp is 0 at -1e30 as it is at -inf, and 0 * -1e30 is 0.
-                weights = tile.clamp_(min=-1e30).exp()
-                total = weights.sum(1)
-                mean = weights.mul_(tile).sum(1) / total + shift
-                rest_mean[start:stop] = mean.masked_fill(peak == -INF, 0.0)
-            else:
-                total = tile.exp_().sum(1)
-        rest[start:stop] = total.log() + shift
+            torch.sum(tile.exp_(), 1, out=total[rows])
     if fused:
         selected *= factor
-    return selected, rest, rest_mean
+    return selected, total, shift, rest_mean
+
+
+def put_(tile: Tensor, columns: Tensor, values: Tensor) -> None:
+    """tile[n, columns[n, k]] = values[n, k], whichever comes last where columns repeat."""
+    if tile.element_size() == 2:  # on a CPU a scatter into 16-bit floats walks the whole tile; one of bits does not
+        tile, values = tile.view(torch.int16), values.to(tile.dtype).view(torch.int16)
+    tile.scatter_(1, columns, values)
 
 
 def join(pieces: Iterable[tuple[Tensor, ...]]) -> Iterable[Tensor]:
@@ -68,8 +79,8 @@ def join(pieces: Iterable[tuple[Tensor, ...]]) -> Iterable[Tensor]:
 
 def idle_rows(upstream: Upstream) -> Tensor:
     """Rows [N] whose gradients are all zero: nothing of theirs may reach a gradient, not even a NaN."""
-    d_selected, d_rest, d_rest_mean = upstream
-    idle = (d_selected == 0).all(1) & (d_rest == 0)
+    d_selected, d_total, d_rest_mean = upstream
+    idle = (d_selected == 0).all(1) & (d_total == 0)
     return idle if d_rest_mean is None else idle & (d_rest_mean == 0)
 
 
@@ -98,30 +109,30 @@ def gradient(
     """
     width = reader.width if width is None else width
     out_blocks = row_blocks(out)
-    (rest, rest_mean), (d_selected, d_rest, d_rest_mean) = numbers, upstream
+    (shift, total, rest_mean), (d_selected, d_total, d_rest_mean) = numbers, upstream
     idle = idle_rows(upstream)
-    # Nothing but selected ids: every other column is -inf, and exp(-inf - inf) is the exact zero it needs.
-    rest = rest.masked_fill(rest == -INF, INF)
+    if d_rest_mean is not None and rest_mean is not None:
+        d_rest_mean = d_rest_mean / total.masked_fill(total == 0, INF)  # a row of nothing but selected ids has none
     fused = reader.fused and d_rest_mean is None
     dtype_of_tile = raw.dtype if fused else None
-    factor = reader.factor(rest)
+    factor = reader.factor(total)
     for start, stop, tile in reader.tiles(raw, width, dtype_of_tile, not fused):  # [C, width + 1]
         rows = slice(start, stop)
         columns = columns_of(token_ids[rows], start_id, start_id + width)
         if fused:
-            compiled.weigh_(tile, rest[rows], d_rest[rows], factor)
-            tile.scatter_(1, columns, (d_selected[rows] * factor).to(tile.dtype))
+            compiled.weigh_(tile, shift[rows], d_total[rows], factor)
+            put_(tile, columns, d_selected[rows] * factor)
         else:
             slope = reader.transform.derivative(tile, reader.temperature)
-            tile.sub_(rest[rows, None])  # log of the softmax over the rest
+            tile.sub_(shift[rows, None])
             if rest_mean is None or d_rest_mean is None:
-                tile.exp_().mul_(d_rest[rows, None])
+                tile.exp_().mul_(d_total[rows, None])
             else:
                 weights = tile.clamp_(min=-1e30).exp()
-                centre = (1.0 + rest[rows] - rest_mean[rows]).masked_fill(rest[rows] == INF, 0.0)
-                tile.add_(centre[:, None]).mul_(d_rest_mean[rows, None]).add_(d_rest[rows, None])
+                centre = 1.0 + shift[rows] - rest_mean[rows]
+                tile.add_(centre[:, None]).mul_(d_rest_mean[rows, None]).add_(d_total[rows, None])
                 tile.mul_(weights)
-            tile.scatter_(1, columns, d_selected[rows])
+            put_(tile, columns, d_selected[rows])
             if not (isinstance(slope, float) and slope == 1.0):
                 tile.mul_(slope)
         zero_rows_(tile, idle[rows])

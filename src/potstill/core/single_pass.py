@@ -78,14 +78,13 @@ def form_coarse(
     pieces = []
     for start, stop, product in reader.products(linear):
         rows = slice(start, stop)
-        selected, rest, rest_mean = statistics(product, token_ids[rows], reader, entropy)
+        selected, total, shift, rest_mean = statistics(product, token_ids[rows], reader, entropy)
         with torch.enable_grad():
-            coarse = CoarseLogits(selected.requires_grad_(), rest.requires_grad_(), rest_mean if entropy else None)
-            numbers = score(coarse, rows)
-        d_selected, d_rest = torch.autograd.grad(numbers.per_token, (selected, rest), factor[rows])
-        upstream = (d_selected, d_rest, None)
+            inputs = selected.requires_grad_(), total.requires_grad_()
+            numbers = score(CoarseLogits.of(*inputs, shift, rest_mean if entropy else None), rows)
+        upstream = (*torch.autograd.grad(numbers.per_token, inputs, factor[rows]), None)
         pieces.append(tuple(x.detach() for x in numbers))
-        gradient(product, token_ids[rows], reader, (rest.detach(), None), upstream, out=product)
+        gradient(product, token_ids[rows], reader, (shift, total.detach(), None), upstream, out=product)
         grads.add(product, hidden[rows].masked_fill(idle_rows(upstream)[:, None], 0.0), linear.weight, rows)
     return RowNumbers(*join(pieces)), grads
 

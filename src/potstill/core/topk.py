@@ -52,10 +52,11 @@ def top_coarse(
     pieces = []
     for _, _, raw in reader.products(logits):
         token_ids = top_ids(raw, k, reader)
-        pieces.append((token_ids, *statistics(raw, token_ids, reader, entropy=False)[:2]))
-    token_ids, selected, rest = join(pieces)
+        pieces.append((token_ids, *statistics(raw, token_ids, reader, entropy=False)[:3]))
+    token_ids, selected, *others = join(pieces)
     shape = row_shape(logits)
-    return token_ids.reshape(*shape, k), CoarseLogits(selected.reshape(*shape, k), rest.reshape(shape))
+    coarse = CoarseLogits.of(selected.reshape(*shape, k), *(x.reshape(shape) for x in others))
+    return token_ids.reshape(*shape, k), coarse
 
 
 def top_ids(raw: Tensor, k: int, reader: TileReader) -> Integer[Tensor, "rows k"]:

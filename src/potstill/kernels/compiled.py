@@ -16,9 +16,9 @@ def peak_and_total(raw: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return _compiled(_peak_and_total)(raw, factor)
 
 
-def weigh_(raw: Tensor, rest: Tensor, upstream: Tensor, factor: Tensor) -> None:
-    """Overwrite raw [C, v] with factor * upstream * exp(factor * raw - rest), rounded once; rest, upstream [C]."""
-    _compiled(_weigh_)(raw, rest, upstream, factor)
+def weigh_(raw: Tensor, shift: Tensor, upstream: Tensor, factor: Tensor) -> None:
+    """Overwrite raw [C, v] with factor * upstream * exp(factor * raw - shift), rounded once; shift, upstream [C]."""
+    _compiled(_weigh_)(raw, shift, upstream, factor)
 
 
 @cache
@@ -46,5 +46,5 @@ def _peak_and_total(raw: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return shift, (z - shift[:, None]).exp().sum(1)
 
 
-def _weigh_(raw: Tensor, rest: Tensor, upstream: Tensor, factor: Tensor) -> None:
-    raw.copy_((raw.float() * factor - rest[:, None]).exp() * (upstream * factor)[:, None])
+def _weigh_(raw: Tensor, shift: Tensor, upstream: Tensor, factor: Tensor) -> None:
+    raw.copy_((raw.float() * factor - shift[:, None]).exp() * (upstream * factor)[:, None])
