@@ -63,6 +63,22 @@ def test_samples_depend_on_the_seed_alone_and_disturb_nothing():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_prompts_of_similar_lengths_are_completed_together_and_come_back_in_order(monkeypatch):
+    model, tokenizer = make_model(), make_tokenizer()
+    generate, shapes = model.generate, []
+    monkeypatch.setattr(
+        model, "generate", lambda **inputs: shapes.append(inputs["input_ids"].shape) or generate(**inputs)
+    )
+    rows = [row(1), row(1, 4, 5, 6), row(1, 9), row(1, 4, 5, 6, 7), row(1, 5, 6)]
+    whole, parts = (
+        TransformersRollouts(tokenizer, max_new_tokens=6, temperature=0.0, batch_size=size) for size in (None, 2)
+    )
+    assert parts(model, rows, seed=0) == whole(model, rows, seed=0)
+    assert shapes == [(2, 5), (2, 3), (1, 1), (5, 5)]
+    sampled = TransformersRollouts(tokenizer, max_new_tokens=6, batch_size=2)
+    assert sampled(model, rows, seed=3) == sampled(model, rows, seed=3)
+
+
 def test_completions_end_with_their_first_eos_where_pad_is_eos():
     model = make_model(pad_token_id=2)
     model.generation_config.eos_token_id = [2, 3]  # several; the tokenizer names only the first
@@ -95,7 +111,9 @@ def test_stop_ids_and_padding():
     assert cut_after_eos([5, 3, 2], {2, 3}) == [5, 3]
 
 
-@pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "options", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"batch_size": 0}]
+)
 def test_settings_out_of_range(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         TransformersRollouts(make_tokenizer(), **options)
@@ -139,7 +157,9 @@ def test_an_empty_file_is_refused(tmp_path):
 
 def test_tokenize_prompts_and_chats():
     tokenizer = make_tokenizer()
-    assert tokenize([{"prompt": "a b", "answer": "c"}], tokenizer, 9) == [{"prompt_ids": [1, 4, 5], "answer": "c"}]
+    assert tokenize([{"prompt": "a b", "answer": "c"}], tokenizer, 9) == [
+        {"prompt_ids": [1, 4, 5], "answer": "c", "completion_ids": None}
+    ]
     chat = [{"messages": [{"role": "user", "content": "c"}]}]
     with pytest.raises(ValueError, match="it has no chat template"):
         tokenize(chat, tokenizer, 9)

@@ -8,12 +8,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from potstill import LogitTransform, topk_distillation_loss
+from potstill import LogitTransform
 from potstill.rollouts.transformers import TransformersRollouts
 from potstill.teachers.local import LocalTeacher, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train import DistillationTrainer
 from potstill.train.heldout import extract_answer
+from potstill.train.losses import topk_loss
 from train_fixtures import make_model, make_tokenizer
 
 PLAIN = LogitTransform()
@@ -61,9 +62,9 @@ def dense_loss(student, teacher, batch, top_k=4, divergence="forward_kl", tail="
     "divergence, tail", [("forward_kl", "bucket"), ("reverse_kl", "bucket"), ("forward_kl", "drop")]
 )
 def test_compute_loss_and_gradients_equal_a_dense_computation(tmp_path, divergence, tail):
-    def loss(logits, teacher_rows, **options):
-        assert logits.hidden.shape == (len(teacher_rows.token_ids), 16)  # the vocabulary is met on scored rows only
-        return topk_distillation_loss(logits, teacher_rows, divergence=divergence, tail=tail, **options)
+    def loss(logits, batch, **options):
+        assert logits.hidden.shape == (len(batch["target_ids"]), 16)  # the vocabulary is met on scored rows only
+        return topk_loss(logits, batch, divergence=divergence, tail=tail, **options)
 
     trainer = make_trainer(tmp_path, loss=loss)
     student, teacher = trainer.student.model, trainer.teacher.model

@@ -8,10 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 
 class PromptRow(TypedDict):
-    """A prompt as token ids, and the answer that the data has for it."""
+    """A prompt as token ids, and what the data has for it: the answer, and a completion with its EOS."""
 
     prompt_ids: list[int]
     answer: str | None
+    completion_ids: list[int] | None
 
 
 def read_jsonl(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
@@ -85,7 +86,7 @@ def tokenize(
         if not ids:
             raise ValueError(f"the prompt {row.get('prompt')!r} has no token; a prompt needs at least one")
         if len(ids) <= max_prompt_tokens:
-            prompts.append({"prompt_ids": list(ids), "answer": row.get("answer")})
+            prompts.append({"prompt_ids": list(ids), "answer": row.get("answer"), "completion_ids": None})
     if not prompts:
         raise ValueError(f"all {len(rows)} prompts have more than {max_prompt_tokens} tokens; raise max_prompt_tokens")
     return prompts

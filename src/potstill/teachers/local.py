@@ -42,28 +42,38 @@ class ScoredModel:
 
 
 class LocalTeacher(ScoredModel):
-    """A frozen ScoredModel that gives the top-k rows of batches.
+    """A frozen ScoredModel that gives the top-k rows of batches, or the sampled tokens' log-probabilities.
 
     Args:
         model: put in eval mode and frozen, in place.
         transform: what the model does to its logits.
-        top_k: how many tokens of each row are kept, with their log-probabilities and the exact rest.
+        top_k: how many tokens of each row are kept, with their log-probabilities and the exact rest. None: the one
+            token that the batch has there, for losses on the sampled token.
+        temperature: of the distributions that are given.
 
     Raises:
         TypeError: the head is no plain linear layer.
         ValueError: `top_k` exceeds the vocabulary.
     """
 
-    def __init__(self, model: PreTrainedModel, transform: LogitTransform, top_k: int):
+    def __init__(self, model: PreTrainedModel, transform: LogitTransform, top_k: int | None, temperature: float = 1.0):
         super().__init__(model.eval().requires_grad_(False), transform)
         width = transform.vocab_size or self.head.out_features
-        if not 1 <= top_k <= width:
+        if top_k is not None and not 1 <= top_k <= width:
             raise ValueError(f"top_k is {top_k}; expected 1 to {width}, the teacher's vocabulary")
         self.top_k = top_k
+        self.temperature = temperature
 
     def __call__(self, batch: Mapping[str, Any]) -> TeacherTopK:
         """Log-probabilities [N, K] and rest [N] of the batch's N scored rows, without a gradient."""
-        return TeacherTopK.from_logits(self.logits(batch), self.top_k, transform=self.transform)
+        token_ids = batch["target_ids"].unsqueeze(1) if self.top_k is None else None
+        return TeacherTopK.from_logits(
+            self.logits(batch),
+            self.top_k,
+            token_ids=token_ids,
+            temperature=self.temperature,
+            transform=self.transform,
+        )
 
 
 def scored_part(logits: LinearLogits, batch: Mapping[str, Any]) -> LinearLogits:

@@ -126,11 +126,41 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Loss:
-    """The divergence from the teacher's `top_k` tokens at each position, and what becomes of all others."""
+    """What the student is held to: the teacher's `top_k` tokens at each position, or with `estimator` the sampled one.
+
+    A `distillation_loss` block of verl in its place is translated (see potstill.train.verl_names).
+
+    Attributes:
+        divergence: from the teacher's tokens; see potstill.DIVERGENCES.
+        tail: what becomes of all other tokens; see potstill.TAILS.
+        top_k: tokens of a teacher's row.
+        alpha: of the divergence, where it has one.
+        beta: of the divergence, where it has one.
+        estimator: of the reverse KL, from the sampled token alone; see potstill.sampled_token_loss.
+        policy_gradient: use the estimator as a reward instead of differentiating it.
+        clip_ratio_low: with policy_gradient, see potstill.sampled_token_loss.
+        clip_ratio_high: the same.
+        temperature: of both models' distributions in the loss.
+        log_prob_min_clamp: both log-probabilities are at least this; forward_kl with tail drop only.
+        loss_min_clamp: a token's loss is at least this; forward_kl with tail drop only.
+        loss_max_clamp: a token's loss stays within plus and minus this.
+        chunk_size: rows that meet the whole vocabulary at a time. None: from a budget of bytes.
+    """
 
     divergence: str = "forward_kl"
     tail: str = "bucket"
     top_k: int = 64
+    alpha: float | None = None
+    beta: float | None = None
+    estimator: str | None = None
+    policy_gradient: bool = False
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    temperature: float = 1.0
+    log_prob_min_clamp: float | None = None
+    loss_min_clamp: float | None = None
+    loss_max_clamp: float | None = None
+    chunk_size: int | None = None
 
 
 @dataclass(frozen=True)

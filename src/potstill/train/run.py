@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +18,13 @@ from transformers import (
     set_seed,
 )
 
-from potstill import topk_distillation_loss
 from potstill.rollouts.dataset import PromptRow, read_jsonl, tokenize
 from potstill.rollouts.transformers import TransformersRollouts, stop_token_ids
 from potstill.teachers.local import LocalTeacher, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train.card import comparison, model_card
 from potstill.train.families import logit_transform
+from potstill.train.losses import loss_function
 from potstill.train.models import build_student, kept_layers
 from potstill.train.progress import METRICS_FILE, show
 from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe, Student
@@ -110,7 +109,8 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
         student = build_student(student_spec, teacher_model)
         transform, teacher_transform = _transforms(student, teacher_model, tokenizer)
     with _naming("loss.top_k"):
-        teacher = LocalTeacher(teacher_model, teacher_transform, recipe.loss.top_k)
+        top_k = recipe.loss.top_k if recipe.loss.estimator is None else None
+        teacher = LocalTeacher(teacher_model, teacher_transform, top_k, recipe.loss.temperature)
     for name, model in (("teacher", teacher_model), ("student", student)):
         show(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters")
     with _naming("training"):
@@ -122,7 +122,7 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
             train_dataset=train,
             eval_dataset=heldout,
             processing_class=tokenizer,
-            loss=partial(topk_distillation_loss, divergence=recipe.loss.divergence, tail=recipe.loss.tail),
+            loss=loss_function(recipe.loss),
             transform=transform,
             answer_regex=data.answer_regex,
         )

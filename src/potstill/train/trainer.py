@@ -32,13 +32,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from potstill import DistillationOutput, LinearLogits, LogitTransform, TeacherTopK, topk_distillation_loss
+from potstill import LinearLogits, LogitTransform, TeacherTopK
 from potstill.rollouts.dataset import PromptRow
 from potstill.rollouts.transformers import TransformersRollouts
 from potstill.teachers.local import LocalTeacher, ScoredModel, model_inputs, scored_part
 from potstill.train.batch import Batch, batch_for
 from potstill.train.families import logit_transform
 from potstill.train.heldout import HeldoutSums, measure
+from potstill.train.losses import LossFunction, topk_loss
 from potstill.train.meter import StepMeter
 from potstill.train.progress import ProgressLine
 from potstill.train.recipe import REFUSED_TRAINING
@@ -65,7 +66,7 @@ class DistillationTrainer(Trainer):
         train_dataset: prompts as token ids (see `potstill.rollouts.dataset.tokenize`).
         processing_class: the tokenizer; names padding and EOS.
         eval_dataset: held-out prompts for `evaluate`.
-        loss: a functools.partial of topk_distillation_loss, which sets divergence and tail.
+        loss: see `potstill.train.losses`, such as partial(topk_loss, divergence="reverse_kl").
         transform: the student's logit scale and softcap; None: from the table of model families.
         answer_regex: group 1 of its last match is the answer that `evaluate` compares. None: the whole text.
         phase: shown on the progress line and recorded in metrics.jsonl.
@@ -89,7 +90,7 @@ class DistillationTrainer(Trainer):
         train_dataset: Sequence[PromptRow],
         processing_class: PreTrainedTokenizerBase,
         eval_dataset: Sequence[PromptRow] | None = None,
-        loss: Callable[..., DistillationOutput] = topk_distillation_loss,
+        loss: LossFunction = topk_loss,
         transform: LogitTransform | None = None,
         answer_regex: str | None = None,
         phase: str = "distil",
@@ -181,10 +182,9 @@ class DistillationTrainer(Trainer):
             with self.meter.timed("loss"):
                 output = self.loss(
                     scored_part(logits, inputs),
-                    inputs["teacher"],
+                    inputs,
                     num_tokens=num_items_in_batch,
                     transform=self.student.transform,
-                    check=False,  # the teacher's rows were checked when they arrived
                 )
             self.meter.add(output.metrics)
             return output.loss

@@ -1,0 +1,124 @@
+"""The trainer's losses: from the student's scored rows and a scored batch to a DistillationOutput.
+
+All of them take `(logits, batch, *, num_tokens, transform)`; what a recipe sets is bound by `functools.partial`:
+
+    DistillationTrainer(..., loss=partial(topk_loss, divergence="jsd", beta=0.3))
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from potstill import (
+    DistillationOutput,
+    LinearLogits,
+    LogitTransform,
+    coarse_logits,
+    sampled_token_loss,
+    topk_distillation_loss,
+)
+from potstill.train.recipe import Loss
+
+
+class LossFunction(Protocol):
+    """The loss of a micro-batch: logits of its N scored rows, held to `batch["teacher"]`."""
+
+    def __call__(
+        self,
+        logits: LinearLogits,
+        batch: Mapping[str, Any],
+        *,
+        num_tokens: int | float | Tensor | None,
+        transform: LogitTransform,
+    ) -> DistillationOutput:
+        """The sum over rows, divided by num_tokens."""
+
+
+def loss_function(spec: Loss) -> LossFunction:
+    """The loss that a recipe's `loss` section describes."""
+    shared = {name: getattr(spec, name) for name in ("temperature", "loss_max_clamp", "chunk_size")}
+    if spec.estimator is not None:
+        names = ("estimator", "policy_gradient", "clip_ratio_low", "clip_ratio_high")
+        return partial(sampled_loss, **shared, **{name: getattr(spec, name) for name in names})
+    names = ("divergence", "tail", "log_prob_min_clamp", "loss_min_clamp")
+    options = {name: getattr(spec, name) for name in ("alpha", "beta") if getattr(spec, name) is not None}
+    return partial(topk_loss, **shared, **{name: getattr(spec, name) for name in names}, **options)
+
+
+def topk_loss(
+    logits: LinearLogits,
+    batch: Mapping[str, Any],
+    *,
+    num_tokens: int | float | Tensor | None = None,
+    transform: LogitTransform | None = None,
+    **options: Any,
+) -> DistillationOutput:
+    """topk_distillation_loss on the teacher's rows, which were checked when they arrived.
+
+    Args:
+        logits: of the N scored rows.
+        batch: its `teacher` is a TeacherTopK of N rows.
+        num_tokens: scored tokens of the whole step; None: N.
+        transform: the student's own scale and softcap.
+        **options: further keywords of topk_distillation_loss.
+    """
+    return topk_distillation_loss(
+        logits, batch["teacher"], num_tokens=num_tokens, transform=transform, check=False, **options
+    )
+
+
+def sampled_loss(
+    logits: LinearLogits,
+    batch: Mapping[str, Any],
+    *,
+    estimator: str,
+    num_tokens: int | float | Tensor | None = None,
+    transform: LogitTransform | None = None,
+    temperature: float = 1.0,
+    policy_gradient: bool = False,
+    loss_max_clamp: float | None = None,
+    chunk_size: int | None = None,
+    **clip_ratios: Any,
+) -> DistillationOutput:
+    """sampled_token_loss on the tokens that the student sampled.
+
+    The trainer takes one optimiser step per sample, so that with policy_gradient the ratio to the policy that
+    sampled is 1 and the clip ratios do not act.
+
+    Args:
+        logits: of the N scored rows.
+        batch: `target_ids` [N] are the sampled tokens; `teacher` is a TeacherTopK of them, [N, 1].
+        estimator: see sampled_token_loss.
+        num_tokens: scored tokens of the whole step; None: N.
+        transform: the student's own scale and softcap.
+        temperature: of both models; that of the rollouts, since an estimator is a mean over their samples.
+        policy_gradient: use the estimator as a reward.
+        loss_max_clamp: bound the estimator's value to [-c, c]: without gradient beyond, as a reward bounded.
+        chunk_size: exact upper bound on the rows of a full-width tile.
+        **clip_ratios: clip_ratio_low and clip_ratio_high.
+
+    Returns:
+        As sampled_token_loss; student_mass and teacher_mass are the means of q(y) and p(y).
+    """
+    coarse = coarse_logits(
+        logits, batch["target_ids"].unsqueeze(1), temperature=temperature, transform=transform, chunk_size=chunk_size
+    )
+    student, teacher = coarse.log_probs.squeeze(1), batch["teacher"].log_probs.squeeze(1)
+    count = len(student) if num_tokens is None else num_tokens
+    loss, per_token, metrics = sampled_token_loss(
+        student, teacher, estimator=estimator, policy_gradient=policy_gradient, num_tokens=count, **clip_ratios
+    )
+    count = torch.as_tensor(count, device=per_token.device).clamp(min=1)
+    if loss_max_clamp is not None:
+        value = per_token.detach()
+        bounded = value.clamp(-loss_max_clamp, loss_max_clamp)
+        # A reward's gradient is value * d log q: to bound the one is to bound the other.
+        reward = per_token * (bounded / value).nan_to_num(1.0)
+        per_token = reward if policy_gradient else per_token.clamp(-loss_max_clamp, loss_max_clamp)
+        loss = per_token.sum() / count
+    masses = {"student_mass": student, "teacher_mass": teacher}
+    metrics |= {name: log_probs.detach().exp().sum() / count for name, log_probs in masses.items()}
+    return DistillationOutput(loss, per_token, metrics)
