@@ -13,7 +13,7 @@ from potstill.rollouts.dataset import PromptRow
 
 @dataclass(frozen=True)
 class TransformersRollouts:
-    """Sample one completion per prompt, all prompts in one left-padded batch with a key-value cache.
+    """Sample one completion per prompt, in left-padded batches of prompts of similar lengths, with a key-value cache.
 
     Args:
         tokenizer: names the padding and, together with the model's generation_config, the EOS tokens.
@@ -21,6 +21,7 @@ class TransformersRollouts:
         temperature: above 0; or 0 for greedy decoding.
         top_p: nucleus sampling; 1.0 samples from every token.
         vocab_size: the number of real tokens, where the model's head is padded to more; None: it is not.
+        batch_size: prompts in one call of `generate`; None: all of them. Fewer need less memory and less padding.
 
     Raises:
         ValueError: a value out of its range.
@@ -31,6 +32,7 @@ class TransformersRollouts:
     temperature: float = 1.0
     top_p: float = 1.0
     vocab_size: int | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -39,6 +41,8 @@ class TransformersRollouts:
             raise ValueError(f"temperature must be > 0, or 0 for greedy decoding, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1.0 samples from every token")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1, or None for all prompts at once, got {self.batch_size}")
 
     def __call__(self, model: PreTrainedModel, rows: Sequence[PromptRow], *, seed: int) -> list[list[int]]:
         """Complete the prompts.
@@ -46,7 +50,7 @@ class TransformersRollouts:
         Args:
             model: put in eval mode for the time being, and back.
             rows: prompts of at least one token each.
-            seed: the samples depend on it alone; the global generators are left as they were.
+            seed: with the same rows it gives the same samples; the global generators are left as they were.
 
         Returns:
             Token ids per prompt, without the prompt; the first EOS, where there is one, is the last of them.
@@ -54,9 +58,6 @@ class TransformersRollouts:
         prompts = [row["prompt_ids"] for row in rows]
         eos_token_ids = stop_token_ids(model, self.tokenizer)
         pad_token_id = pad_id(self.tokenizer, eos_token_ids)
-        length = max(map(len, prompts))
-        input_ids = torch.tensor([[pad_token_id] * (length - len(ids)) + ids for ids in prompts])
-        attention_mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts])
         width = model.get_output_embeddings().weight.shape[0]
         sampling: dict[str, Any] = {"do_sample": False}
         if self.temperature > 0:
@@ -69,6 +70,7 @@ class TransformersRollouts:
             suppress_tokens=list(range(self.vocab_size or width, width)) or None,
             **sampling,
         )
+        completions: dict[int, list[int]] = {}
         device = model.device
         forked = fork_rng([]) if device.type == "cpu" else fork_rng([device], device_type=device.type)
         # `generate` takes what a config leaves open, such as a repetition penalty, from the model's own.
@@ -78,15 +80,24 @@ class TransformersRollouts:
         try:
             with torch.no_grad(), forked:
                 torch.manual_seed(seed)
-                output = model.generate(  # type: ignore[operator]
-                    input_ids=input_ids.to(device),
-                    attention_mask=attention_mask.to(device),
-                    generation_config=config,
-                )
+                # The longest come first: what fits them fits all others.
+                order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
+                for start in range(0, len(order), self.batch_size or len(order)):
+                    part = order[start : start + (self.batch_size or len(order))]
+                    length = len(prompts[part[0]])
+                    padding = [length - len(prompts[index]) for index in part]
+                    ids = [[pad_token_id] * n + prompts[index] for n, index in zip(padding, part, strict=True)]
+                    output = model.generate(  # type: ignore[operator]
+                        input_ids=torch.tensor(ids, device=device),
+                        attention_mask=torch.tensor([[0] * n + [1] * (length - n) for n in padding], device=device),
+                        generation_config=config,
+                    )
+                    for index, completion in zip(part, output[:, length:].tolist(), strict=True):
+                        completions[index] = cut_after_eos(completion, eos_token_ids)
         finally:
             model.generation_config = own_config
             model.train(was_training)
-        return [cut_after_eos(completion, eos_token_ids) for completion in output[:, length:].tolist()]
+        return [completions[index] for index in range(len(prompts))]
 
 
 def cut_after_eos(token_ids: Sequence[int], eos_token_ids: Collection[int]) -> list[int]:
