@@ -16,7 +16,7 @@ all rows, so that each piece of the weight's gradient is one GEMM (4 GEMMs in al
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,8 +59,12 @@ class CoarseLogits(NamedTuple):
     def flatten(self) -> "CoarseLogits":
         """The same with the leading dimensions as one."""
         k = self.selected.shape[-1]
-        others = (x if x is None else x.reshape(-1) for x in self[1:])
-        return CoarseLogits(self.selected.reshape(self.rest.numel(), k), *others)
+        return self.map_rows(lambda x: x.reshape(-1))._replace(selected=self.selected.reshape(self.rest.numel(), k))
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> "CoarseLogits":
+        """The same with every number of a row [...] changed, and the selected ones as they are."""
+        rest_mean, rest_error = (None if x is None else change(x) for x in (self.rest_mean, self.rest_error))
+        return CoarseLogits(self.selected, change(self.rest), rest_mean, rest_error)
 
     @property
     def all_log_probs(self) -> Float[Tensor, "... categories"]:

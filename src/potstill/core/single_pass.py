@@ -82,7 +82,8 @@ def form_coarse(
         with torch.enable_grad():
             inputs = selected.requires_grad_(), total.requires_grad_()
             numbers = score(CoarseLogits.of(*inputs, shift, rest_mean if entropy else None), rows)
-        upstream = (*torch.autograd.grad(numbers.per_token, inputs, factor[rows]), None)
+        d_selected, d_total = torch.autograd.grad(numbers.per_token, inputs, factor[rows])
+        upstream = d_selected, d_total, None
         pieces.append(tuple(x.detach() for x in numbers))
         gradient(product, token_ids[rows], reader, (shift, total.detach(), None), upstream, out=product)
         grads.add(product, hidden[rows].masked_fill(idle_rows(upstream)[:, None], 0.0), linear.weight, rows)
