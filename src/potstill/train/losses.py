@@ -28,11 +28,11 @@ class LossFunction(Protocol):
 
     def __call__(
         self,
-        logits: LinearLogits,
+        logits: Tensor | LinearLogits,
         batch: Mapping[str, Any],
         *,
-        num_tokens: int | float | Tensor | None,
-        transform: LogitTransform,
+        num_tokens: int | float | Tensor | None = None,
+        transform: LogitTransform | None = None,
     ) -> DistillationOutput:
         """The sum over rows, divided by num_tokens."""
 
@@ -49,7 +49,7 @@ def loss_function(spec: Loss) -> LossFunction:
 
 
 def topk_loss(
-    logits: LinearLogits,
+    logits: Tensor | LinearLogits,
     batch: Mapping[str, Any],
     *,
     num_tokens: int | float | Tensor | None = None,
@@ -71,7 +71,7 @@ def topk_loss(
 
 
 def sampled_loss(
-    logits: LinearLogits,
+    logits: Tensor | LinearLogits,
     batch: Mapping[str, Any],
     *,
     estimator: str,
@@ -102,7 +102,12 @@ def sampled_loss(
 
     Returns:
         As sampled_token_loss; student_mass and teacher_mass are the means of q(y) and p(y).
+
+    Raises:
+        ValueError: what sampled_token_loss refuses, or a loss_max_clamp that is not above 0.
     """
+    if loss_max_clamp is not None and not loss_max_clamp > 0:
+        raise ValueError(f"loss_max_clamp must be > 0, got {loss_max_clamp}; use None for no clamp")
     coarse = coarse_logits(
         logits, batch["target_ids"].unsqueeze(1), temperature=temperature, transform=transform, chunk_size=chunk_size
     )

@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from potstill import TeacherTopK, topk_distillation_loss
+from potstill import DIVERGENCES, TAILS, TeacherTopK
+from potstill.core.sampled import ESTIMATORS
 from potstill.train.strict import RecipeError, build, check_known, expect, nearest, parse_yaml
+from potstill.train.verl_names import loss_section
 
 PACKAGED = "potstill:arithmetic"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -21,7 +23,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 TRAINING_DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
     "logging_first_step": True,
-    "logging_nan_inf_filter": False,  # it would show a NaN loss as the average of the others
+    "logging_nan_inf_filter": False,  # it waits for the device at every micro-batch
     "save_strategy": "no",  # the model is saved at the end
     "dataloader_pin_memory": False,  # a batch is lists of token ids until the student has completed it
     "disable_tqdm": True,  # there is a progress line of our own
@@ -33,7 +35,6 @@ REFUSED_TRAINING = {  # what would run another loss or another forward
     "torch_compile": "the loss inside the head is a new function at every step, compiled anew at every step",
     "deepspeed": "start several processes with torchrun (DDP) instead",
     "fsdp": "start several processes with torchrun (DDP) instead",
-    "push_to_hub": "upload the finished folder with `hf upload` instead",
 }
 
 
@@ -117,11 +118,21 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """How the student samples. Nothing else shapes the samples, whatever its generation_config says."""
+    """How the student samples. Nothing else shapes the samples, whatever its generation_config says.
+
+    Attributes:
+        max_new_tokens: a completion that reaches it ends without EOS.
+        temperature: of the samples.
+        top_p: nucleus sampling; 1.0 samples from every token.
+        lmbda: the probability that a row is completed by the student; the others keep the data's own completion.
+        batch_size: prompts that are completed at a time. None: all of an optimiser step.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
+    lmbda: float = 1.0
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,9 +179,11 @@ class Recipe:
     """A checked recipe.
 
     Attributes:
+        max_skipped_steps: so many steps in a row may be skipped because loss or gradient is not finite.
         name: of the file, and by default of the folder under `runs/`.
         folder: where relative data files are looked for.
         source: the mapping that it was made from, overrides included.
+        notes: what is to be said about it, once.
     """
 
     student: Student
@@ -180,9 +193,11 @@ class Recipe:
     rollout: Rollout = Rollout()
     loss: Loss = Loss()
     training: dict[str, Any] = field(default_factory=dict)
+    max_skipped_steps: int = 3
     name: str = "run"
     folder: Path = Path()
-    source: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict, compare=False)
+    notes: Sequence[str] = field(default=(), compare=False)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -207,7 +222,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             if isinstance(source.get(section), str):
                 source[section] = {"model": source[section]}
         name = "arithmetic" if packaged else path.stem
-        recipe = build(Recipe, source, name=name, folder=path.parent, source=source)
+        sections = dict(source)
+        notes: list[str] = []
+        if "distillation_loss" in source:
+            if "loss" in source:
+                raise RecipeError("loss and distillation_loss are one section under two names; leave one out")
+            block = sections.pop("distillation_loss") or {}
+            expect(block, dict, "distillation_loss")
+            sections["loss"], notes = loss_section(block)
+        recipe = build(Recipe, sections, name=name, folder=path.parent, source=source, notes=notes)
         _check(recipe)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no UTF-8"
@@ -245,7 +268,10 @@ def _check(recipe: Recipe) -> None:
         ("warmup.steps", warmup.steps, 0),
         ("warmup.batch_size", warmup.batch_size, 1),
         ("rollout.max_new_tokens", rollout.max_new_tokens, 1),
+        ("rollout.batch_size", rollout.batch_size, 1),
+        ("max_skipped_steps", recipe.max_skipped_steps, 1),
         ("loss.top_k", recipe.loss.top_k, 1),
+        ("loss.chunk_size", recipe.loss.chunk_size, 1),
     ):
         if value is not None and value < least:
             raise RecipeError(f"{key} is {value}; expected {least} or more")
@@ -253,9 +279,17 @@ def _check(recipe: Recipe) -> None:
         ("warmup.learning_rate", warmup.learning_rate),
         ("rollout.temperature", rollout.temperature),
         ("rollout.top_p", rollout.top_p),
+        ("loss.temperature", recipe.loss.temperature),
     ):
         if not 0 < number < float("inf"):
-            raise RecipeError(f"{key} is {number}; expected a number above 0")
+            raise RecipeError(f"{key} is {number:g}; expected a number above 0")
+    if not 0 <= rollout.lmbda <= 1:
+        raise RecipeError(f"rollout.lmbda is {rollout.lmbda}; expected a probability, 0 to 1")
+    if rollout.lmbda < 1 and recipe.loss.estimator is not None:
+        raise RecipeError(
+            "loss.estimator is a mean over tokens that the student sampled; expected rollout.lmbda 1, "
+            f"got {rollout.lmbda}"
+        )
     if rollout.top_p > 1:
         raise RecipeError(f"rollout.top_p is {rollout.top_p}; expected at most 1, which leaves every token in")
     if data.answer_regex is not None:
@@ -268,19 +302,41 @@ def _check(recipe: Recipe) -> None:
     for key, file in (("data.train", data.train), ("data.heldout", data.heldout)):
         if file is not None and file != PACKAGED and not (recipe.folder / file).is_file():
             raise RecipeError(f"{key}: no file {recipe.folder / file}; paths are relative to the recipe's folder")
-    _check_loss(recipe.loss)
+    _check_loss(recipe.loss, rollout)
     if student.config is not None:
         _check_student_config(student.config)
     _check_training(recipe.training)
 
 
-def _check_loss(loss: Loss) -> None:
-    # The loss knows what it accepts: it is asked with one row over a vocabulary of top_k tokens.
-    token_ids = torch.arange(loss.top_k).unsqueeze(0)
+def _check_loss(loss: Loss, rollout: Rollout) -> None:
+    from potstill.train.losses import loss_function
+
+    known: dict[str, Any] = {"divergence": DIVERGENCES, "tail": TAILS, "estimator": ESTIMATORS}
+    for key, names in known.items():
+        value = getattr(loss, key)
+        if value is not None and value not in names:
+            raise RecipeError(f"loss.{key} is {value!r}; {nearest(value, list(names))}")
+    for keys, condition, used in (
+        (("divergence", "tail", "top_k", "alpha", "beta"), "without estimator", loss.estimator is None),
+        (("log_prob_min_clamp", "loss_min_clamp"), "without estimator", loss.estimator is None),
+        (("policy_gradient",), "with estimator", loss.estimator is not None),
+        (("clip_ratio_low", "clip_ratio_high"), "with policy_gradient: true", loss.policy_gradient),
+    ):
+        for key in keys:
+            if not used and (value := getattr(loss, key)) != getattr(Loss, key):
+                raise RecipeError(f"loss.{key} is {value!r}, which only goes {condition}; leave one of the two out")
+    if loss.estimator is not None and (rollout.temperature != loss.temperature or rollout.top_p < 1):
+        raise RecipeError(
+            f"loss.estimator is a mean over tokens sampled from the distribution that the loss compares; expected "
+            f"rollout.temperature {loss.temperature:g} (that of the loss) and rollout.top_p 1, got "
+            f"{rollout.temperature:g} and {rollout.top_p:g}"
+        )
+    # The loss knows what else it accepts: it is asked with one row over a vocabulary of top_k tokens.
+    token_ids = torch.arange(loss.top_k if loss.estimator is None else 1).unsqueeze(0)
     logits = torch.zeros(token_ids.shape)
-    teacher = TeacherTopK(token_ids, logits.log_softmax(-1))
+    teacher = TeacherTopK(token_ids, logits.log_softmax(-1), temperature=loss.temperature)
     try:
-        topk_distillation_loss(logits, teacher, divergence=loss.divergence, tail=loss.tail)
+        loss_function(loss)(logits, {"teacher": teacher, "target_ids": token_ids[:, 0]})
     except ValueError as error:
         raise RecipeError(f"loss: {error}") from None
 

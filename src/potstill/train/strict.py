@@ -52,7 +52,11 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", **extra: Any) 
             continue
         nested = next((part for part in (hints[key], *typing.get_args(hints[key])) if is_dataclass(part)), None)
         expect(value, hints[key] if nested is None else dict, prefix + key)
-        arguments[key] = value if nested is None else build(nested, value, f"{prefix}{key}.")  # type: ignore[arg-type]
+        if nested is not None:
+            value = build(nested, value, f"{prefix}{key}.")  # type: ignore[arg-type]
+        elif type(value) is int and float in (hints[key], *typing.get_args(hints[key])):
+            value = float(value)
+        arguments[key] = value
     for spec in fields(cls):  # type: ignore[arg-type]
         if spec.name in hints and spec.name not in arguments and spec.default is spec.default_factory is MISSING:
             raise RecipeError(f"{prefix}{spec.name} is missing")
