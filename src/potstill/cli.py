@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     train.add_argument(
         "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, e.g. training.max_steps=5"
     )
+    train.add_argument(
+        "--resume", action="store_true", help="go on from the newest whole checkpoint in the output folder"
+    )
     train.set_defaults(run=_train)
     plan = commands.add_parser(
         "plan",
@@ -61,9 +64,12 @@ def _train(arguments: argparse.Namespace) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        run(load_recipe(arguments.recipe, arguments.overrides))
+        run(load_recipe(arguments.recipe, arguments.overrides), resume=arguments.resume)
     except RecipeError as error:
         return _refuse(str(error))
+    except FloatingPointError as error:
+        _refuse(str(error))
+        return 1
     return 0
 
 

@@ -108,6 +108,11 @@ def cut_after_eos(token_ids: Sequence[int], eos_token_ids: Collection[int]) -> l
     return list(token_ids)
 
 
+def count_truncated(completions: Sequence[Sequence[int]], eos_token_ids: Collection[int]) -> int:
+    """How many completions came to no end: the last of their tokens is no EOS."""
+    return sum(bool(completion) and completion[-1] not in eos_token_ids for completion in completions)
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a completion: those of the model's generation_config, which may be several, and the
     tokenizer's.

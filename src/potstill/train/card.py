@@ -12,8 +12,11 @@ ROWS = (
     ("eval_kl", "forward KL, teacher to student (nats)"),
     ("eval_student_entropy", "entropy of the student (nats)"),
     ("eval_teacher_entropy", "entropy of the teacher (nats)"),
+    ("eval_mean_length", "length of a completion (tokens)"),
+    ("eval_truncated_share", "completions cut off by their length"),
     ("eval_exact_match", "exact match, greedy"),
 )
+SHARES = ("eval_truncated_share", "eval_exact_match")
 
 
 def comparison(before: dict[str, float], after: dict[str, float]) -> str:
@@ -21,7 +24,7 @@ def comparison(before: dict[str, float], after: dict[str, float]) -> str:
     lines = [f"| {'held-out prompts':38} |   before |    after |", f"|{'-' * 40}|{'-' * 9}:|{'-' * 9}:|"]
     for key, title in ROWS:
         if key in after:
-            style = "8.1%" if key == "eval_exact_match" else "8.4f"
+            style = "8.1%" if key in SHARES else "8.4f"
             values = [format(side[key], style) if key in side else f"{'-':>8}" for side in (before, after)]
             lines.append(f"| {title:38} | {' | '.join(values)} |")
     return "\n".join(lines)

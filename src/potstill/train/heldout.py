@@ -9,7 +9,7 @@ import torch
 
 from potstill import LinearLogits, LogitTransform, coarse_logits, full_vocab_distillation_loss
 from potstill.rollouts.dataset import PromptRow
-from potstill.rollouts.transformers import TransformersRollouts
+from potstill.rollouts.transformers import TransformersRollouts, count_truncated, stop_token_ids
 from potstill.teachers.local import ScoredModel
 from potstill.train.batch import batch_for
 
@@ -21,13 +21,18 @@ class HeldoutSums(NamedTuple):
     kl: float = 0.0
     student_entropy: float = 0.0
     teacher_entropy: float = 0.0
+    completions: float = 0.0
+    truncated: float = 0.0  # completions that reached max_new_tokens without an EOS
     answers: float = 0.0
     right_answers: float = 0.0
 
     def means(self) -> dict[str, float]:
-        """Means per token, and the share of right answers where there are any."""
+        """Means per token and per completion, and the share of right answers where there are any."""
         names = ("kl", "student_entropy", "teacher_entropy")
         means = {name: getattr(self, name) / max(self.tokens, 1) for name in names}
+        means["entropy_gap"] = means["student_entropy"] - means["teacher_entropy"]
+        means["mean_length"] = self.tokens / max(self.completions, 1)
+        means["truncated_share"] = self.truncated / max(self.completions, 1)
         if self.answers:
             means["exact_match"] = self.right_answers / self.answers
         return means | {"tokens": self.tokens}
@@ -57,6 +62,7 @@ def measure(
     """
     sampled = replace(rollouts, temperature=1.0, top_p=1.0)
     greedy = replace(rollouts, temperature=0.0)
+    eos_token_ids = stop_token_ids(student.model, rollouts.tokenizer)
     was_training = student.model.training
     student.model.eval()
     total = torch.zeros(len(HeldoutSums._fields), dtype=torch.float64)
@@ -73,7 +79,9 @@ def measure(
                 extract_answer(text, answer_regex) == extract_answer(row["answer"] or "", answer_regex)
                 for text, row in zip(texts, graded, strict=True)
             )
-        total += torch.tensor([len(batch["scored_rows"]), *sums, len(graded), right], dtype=torch.float64)
+        truncated = count_truncated(completions, eos_token_ids)
+        counts = [len(completions), truncated, len(graded), right]
+        total += torch.tensor([len(batch["scored_rows"]), *sums, *counts], dtype=torch.float64)
     student.model.train(was_training)
     return HeldoutSums(*total.tolist())
 

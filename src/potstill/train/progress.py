@@ -1,5 +1,6 @@
 """What a run shows and records: one line on a terminal, plain lines elsewhere, metrics.jsonl always."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -30,8 +31,10 @@ class ProgressLine(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock that the remaining time is estimated by."""
+        """Start the clock that the remaining time is estimated by; forget rows that a resumed run will write again."""
         self.began, self.first_step = time.perf_counter(), state.global_step
+        if state.global_step and state.is_world_process_zero:
+            drop_rows_after(Path(args.output_dir or ".") / METRICS_FILE, self.phase, state.global_step)
 
     def on_log(
         self,
@@ -79,6 +82,21 @@ class ProgressLine(TrainerCallback):
         remaining = str(timedelta(seconds=round(left))).removeprefix("0:")
         line = f"{self.phase} step {state.global_step}/{state.max_steps}  {self.latest}  {remaining} left"
         show(line, replaceable=True)
+
+
+def drop_rows_after(metrics: Path, phase: str, step: int) -> None:
+    """Leave out of metrics.jsonl the phase's rows of later steps, its summary, and a last line that was cut short."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if row["phase"] != phase or (row["step"] <= step and "train_runtime" not in row):
+                kept.append(line)
+    new = metrics.with_suffix(".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(metrics)
 
 
 def show(line: str, *, replaceable: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from potstill.rollouts.transformers import TransformersRollouts, stop_token_ids
 from potstill.teachers.local import LocalTeacher, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train.card import comparison, model_card
+from potstill.train.checkpoints import checkpoints_in, newest_checkpoint
 from potstill.train.families import logit_transform
 from potstill.train.losses import loss_function
 from potstill.train.models import build_student, kept_layers
@@ -40,18 +42,29 @@ class RunResult(NamedTuple):
     after: dict[str, float]
 
 
-def run(recipe: Recipe) -> RunResult:
+def run(recipe: Recipe, *, resume: bool = False) -> RunResult:
     """Carry out a recipe: one call on every rank.
 
+    Ctrl-C or SIGTERM during the distillation ends the step and saves a checkpoint first.
+
+    Args:
+        recipe: what to do.
+        resume: go on from the newest whole checkpoint in the output folder.
+
     Raises:
-        RecipeError: what the recipe names cannot be loaded or does not fit together.
+        RecipeError: what the recipe names cannot be loaded or does not fit together; or `resume` finds no checkpoint,
+            or a new run finds one in its output folder.
+        KeyboardInterrupt: after Ctrl-C and the checkpoint.
+        SystemExit: of code 143, after SIGTERM and the checkpoint.
+        FloatingPointError: too many steps in a row were not finite.
     """
     args = training_arguments(recipe)
     folder = Path(args.output_dir or ".")
     metrics = folder / METRICS_FILE
+    checkpoint = _checkpoint(args, folder, resume)
     set_seed(args.seed)
     trainer = build_trainer(recipe, args)
-    resuming = args.resume_from_checkpoint is not None
+    resuming = checkpoint is not None
     if not resuming:
         if args.should_save:
             metrics.unlink(missing_ok=True)
@@ -60,16 +73,49 @@ def run(recipe: Recipe) -> RunResult:
     before = after = {}
     if trainer.eval_dataset is not None:
         before = first_measurement(metrics) if resuming else trainer.evaluate()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    with trainer.stop:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.stopped:
+        show(f"\nstopped after step {trainer.state.global_step}; to go on, give the same command with --resume")
+        raise KeyboardInterrupt if trainer.stop.signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
     if trainer.eval_dataset is not None:
-        after = trainer.evaluate()
-    trainer.save_model()
+        after = _evaluation_at_end(trainer) or trainer.evaluate()
     if args.should_save:
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "README.md").write_text(model_card(recipe, before, after), encoding="utf-8")
+    trainer.save_model()  # and push_to_hub uploads it with its card
+    if args.should_save:
         if after:
             show("\n" + comparison(before, after))
         show(f"\nmodel: {folder}\nmetrics: {metrics}")
     return RunResult(folder, before, after)
+
+
+def _checkpoint(args: TrainingArguments, folder: Path, resume: bool) -> str | None:
+    if args.resume_from_checkpoint is not None:
+        return args.resume_from_checkpoint
+    if resume:
+        if newest := newest_checkpoint(folder, args.world_size):
+            show(f"going on from {newest}")
+            return str(newest)
+        raise RecipeError(
+            f"--resume: no whole checkpoint of {args.world_size} process(es) in {folder}; leave --resume out to start "
+            "anew, with training.save_strategy=steps and training.save_steps to have some"
+        )
+    if old := checkpoints_in(folder):
+        raise RecipeError(
+            f"training.output_dir: {folder} has checkpoints of an earlier run, such as {old[0].name}; go on from them "
+            "with --resume, delete them, or choose another folder"
+        )
+    return None
+
+
+def _evaluation_at_end(trainer: DistillationTrainer) -> dict[str, float]:
+    """The held-out metrics that Trainer took after the last step, if it did."""
+    for row in reversed(trainer.state.log_history):
+        if "eval_kl" in row and row["step"] == trainer.state.global_step:
+            return {name: value for name, value in row.items() if name.startswith("eval_")}
+    return {}
 
 
 def training_arguments(recipe: Recipe, **changes: Any) -> TrainingArguments:
@@ -113,18 +159,21 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
         teacher = LocalTeacher(teacher_model, teacher_transform, top_k, recipe.loss.temperature)
     for name, model in (("teacher", teacher_model), ("student", student)):
         show(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters")
+    sampling = {name: value for name, value in vars(recipe.rollout).items() if name != "lmbda"}
     with _naming("training"):
         return DistillationTrainer(
             student,
             args,
             teacher=teacher,
-            rollouts=TransformersRollouts(tokenizer, **vars(recipe.rollout), vocab_size=transform.vocab_size),
+            rollouts=TransformersRollouts(tokenizer, **sampling, vocab_size=transform.vocab_size),
             train_dataset=train,
             eval_dataset=heldout,
             processing_class=tokenizer,
             loss=loss_function(recipe.loss),
             transform=transform,
             answer_regex=data.answer_regex,
+            lmbda=recipe.rollout.lmbda,
+            max_skipped_steps=recipe.max_skipped_steps,
         )
 
 
@@ -151,11 +200,11 @@ def warm_up(recipe: Recipe, trainer: DistillationTrainer) -> None:
     eos = tokenizer.eos_token_id
     eos = stop_token_ids(trainer.student.model, tokenizer)[0] if eos is None else eos
     rows: Any = trainer.train_dataset
-
-    def answers(model: PreTrainedModel, rows: Sequence[PromptRow], *, seed: int) -> list[list[int]]:
-        texts = [row["answer"] for row in rows]
-        return [[*tokenizer(text, add_special_tokens=False).input_ids, eos] for text in texts]
-
+    answers: Any = [
+        {**row, "completion_ids": [*tokenizer(row["answer"], add_special_tokens=False).input_ids, eos]}
+        for row in rows
+        if row["answer"] is not None
+    ]
     args = training_arguments(
         recipe,
         max_steps=recipe.warmup.steps,
@@ -166,17 +215,22 @@ def warm_up(recipe: Recipe, trainer: DistillationTrainer) -> None:
         eval_strategy="no",
         eval_on_start=False,
         load_best_model_at_end=False,
+        push_to_hub=False,
+        report_to="none",  # its steps would come twice; metrics.jsonl has them all
     )
     warm = DistillationTrainer(
         trainer.student.model,
         args,
         teacher=one_hot_teacher,
-        rollouts=answers,
-        train_dataset=[row for row in rows if row["answer"] is not None],
+        rollouts=trainer.rollouts,
+        train_dataset=answers,
         processing_class=tokenizer,
         transform=trainer.student.transform,
+        lmbda=0.0,
+        max_skipped_steps=recipe.max_skipped_steps,
         phase="warm-up",
     )
+    warm.remove_callback(warm.watch)  # a loss of 0 is no trouble here
     warm.train()
     warm.accelerator.unwrap_model(warm.model_wrapped, keep_fp32_wrapper=False)
 

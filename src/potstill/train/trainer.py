@@ -2,7 +2,9 @@
 
 One optimiser step: the student completes the prompts of all its micro-batches at once, the teacher scores the
 completions, and the scored tokens are counted over micro-batches and ranks; then each micro-batch runs one forward
-and backward of the student alone. `get_batch_samples` is the first part, `compute_loss` the second.
+and backward of the student alone. `get_batch_samples` is the first part, `compute_loss` the second. Between gradient
+and update the step's figures are read, all at once (`_close_step`): if loss or gradient is not finite there is no
+update.
 
     trainer = DistillationTrainer(
         student,
@@ -15,9 +17,11 @@ and backward of the student alone. `get_batch_samples` is the first part, `compu
     trainer.train()
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -32,17 +36,19 @@ from transformers import (
     TrainingArguments,
 )
 
-from potstill import LinearLogits, LogitTransform, TeacherTopK
+from potstill import DistillationOutput, LinearLogits, LogitTransform, TeacherTopK
 from potstill.rollouts.dataset import PromptRow
-from potstill.rollouts.transformers import TransformersRollouts
+from potstill.rollouts.transformers import TransformersRollouts, count_truncated, stop_token_ids
 from potstill.teachers.local import LocalTeacher, ScoredModel, model_inputs, scored_part
 from potstill.train.batch import Batch, batch_for
+from potstill.train.checkpoints import StopRequest
 from potstill.train.families import logit_transform
 from potstill.train.heldout import HeldoutSums, measure
 from potstill.train.losses import LossFunction, topk_loss
 from potstill.train.meter import StepMeter
-from potstill.train.progress import ProgressLine
+from potstill.train.progress import ProgressLine, show
 from potstill.train.recipe import REFUSED_TRAINING
+from potstill.train.watch import UNIFORM_SPREAD, Watch, eos_mismatch, random_teacher
 
 
 class Rollouts(Protocol):
@@ -69,6 +75,8 @@ class DistillationTrainer(Trainer):
         loss: see `potstill.train.losses`, such as partial(topk_loss, divergence="reverse_kl").
         transform: the student's logit scale and softcap; None: from the table of model families.
         answer_regex: group 1 of its last match is the answer that `evaluate` compares. None: the whole text.
+        lmbda: the probability that a row is completed by the student; else its own `completion_ids` are used.
+        max_skipped_steps: so many steps in a row may be skipped because loss or gradient is not finite.
         phase: shown on the progress line and recorded in metrics.jsonl.
         callbacks: further callbacks.
 
@@ -93,6 +101,8 @@ class DistillationTrainer(Trainer):
         loss: LossFunction = topk_loss,
         transform: LogitTransform | None = None,
         answer_regex: str | None = None,
+        lmbda: float = 1.0,
+        max_skipped_steps: int = 3,
         phase: str = "distil",
         callbacks: list[TrainerCallback] | None = None,
     ):
@@ -104,12 +114,23 @@ class DistillationTrainer(Trainer):
                 f"{args.n_gpu} GPUs in one process would mean torch.nn.DataParallel, which is not supported; use "
                 f"`torchrun --nproc-per-node {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES=0"
             )
+        if not 0 <= lmbda <= 1:
+            raise ValueError(f"lmbda is {lmbda}; expected a probability, 0 to 1")
+        if lmbda < 1:
+            _check_completions(train_dataset, lmbda)
         self.tokenizer = processing_class
         self.student = ScoredModel(model, logit_transform(model.config) if transform is None else transform)
         self.teacher = teacher
         self.rollouts = rollouts
         self.loss = loss
         self.answer_regex = answer_regex
+        self.lmbda = lmbda
+        self.max_skipped_steps = max_skipped_steps
+        self.skipped_in_a_row = 0
+        self.micro_batches: list[dict[str, Any]] = []
+        self.stop = StopRequest()  # train() within `with trainer.stop:` ends after a signal, with a checkpoint
+        self.stopped = False
+        self.watch = Watch()
         super().__init__(
             model=model,
             args=args,
@@ -117,7 +138,7 @@ class DistillationTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[ProgressLine(phase), *(callbacks or [])],
+            callbacks=[ProgressLine(phase), self.watch, *(callbacks or [])],
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
@@ -150,18 +171,34 @@ class DistillationTrainer(Trainer):
             return [], None
         with self.accelerator.autocast():
             with self.meter.timed("rollout"):
-                seed = self._seed(f"step {self.state.global_step}")
-                completions = iter(self.rollouts(self.student.model, rows, seed=seed))
+                completions = iter(self._complete(rows))
             batches: list[dict[str, Any]] = []
             with self.meter.timed("teacher"):
                 for micro_batch in micro_batches:
                     batch = self._batch(micro_batch, list(islice(completions, len(micro_batch))))
                     scores = self.teacher(batch).validate(self.student.head.out_features)
                     batches.append({**batch, "teacher": scores})
-        num_tokens = torch.tensor(sum(len(batch["scored_rows"]) for batch in batches), device=device)
-        num_tokens = self.accelerator.reduce(num_tokens, "sum") // self.get_tp_size()
-        self.meter.count_tokens(num_tokens)
+        self.micro_batches = batches
+        own_tokens = sum(len(batch["scored_rows"]) for batch in batches)
+        self.meter.add(tokens=own_tokens)
+        num_tokens = self.accelerator.reduce(torch.tensor(own_tokens, device=device), "sum") // self.get_tp_size()
         return batches, num_tokens
+
+    def _complete(self, rows: Sequence[PromptRow]) -> list[list[int]]:
+        """The student's completion of each row, or with probability 1 - lmbda its own."""
+        coin = random.Random(self._seed(f"coin {self.state.global_step}"))
+        on_policy = [coin.random() < self.lmbda for _ in rows]
+        prompts = [row for row, sampled in zip(rows, on_policy, strict=True) if sampled]
+        samples: list[list[int]] = []
+        if prompts:
+            samples = self.rollouts(self.student.model, prompts, seed=self._seed(f"step {self.state.global_step}"))
+        truncated = count_truncated(samples, stop_token_ids(self.student.model, self.tokenizer))
+        self.meter.add(completions=len(rows), sampled=len(samples), truncated=truncated)
+        rest = iter(samples)
+        return [
+            next(rest) if sampled else row.get("completion_ids") or []
+            for row, sampled in zip(rows, on_policy, strict=True)
+        ]
 
     def _batch(self, rows: Sequence[PromptRow], completions: Sequence[Sequence[int]]) -> Batch:
         return batch_for(self.student.model, self.tokenizer, rows, completions)
@@ -186,7 +223,7 @@ class DistillationTrainer(Trainer):
                     num_tokens=num_items_in_batch,
                     transform=self.student.transform,
                 )
-            self.meter.add(output.metrics)
+            self.meter.add(**self._figures(output, inputs["teacher"], num_items_in_batch))
             return output.loss
 
         with self.student.head.scoring(score):
@@ -194,10 +231,91 @@ class DistillationTrainer(Trainer):
         loss = self.student.head.loss_after(outputs.logits) * self.data_parallel_size
         return (loss, outputs) if return_outputs else loss
 
+    @torch.no_grad()
+    def _figures(
+        self, output: DistillationOutput, teacher: TeacherTopK, num_tokens: Tensor | int | None
+    ) -> dict[str, Tensor]:
+        """A micro-batch's share of the step's loss and means over tokens."""
+        names = ("student_mass", "teacher_mass")
+        figures = {"loss": output.loss.detach(), **{name: output.metrics[name] for name in names}}
+        num_tokens = len(output.per_token) if num_tokens is None else num_tokens
+        num_tokens = torch.as_tensor(num_tokens, device=self.args.device).clamp(min=1)
+        figures["zero_loss_share"] = (output.per_token == 0).sum() / num_tokens
+        if teacher.log_probs.shape[-1] > 1:
+            low, high = teacher.log_probs.aminmax(dim=-1)
+            figures["uniform_teacher_share"] = (high - low < UNIFORM_SPREAD).sum() / num_tokens
+        return figures
+
+    def training_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Forward and backward of a micro-batch; the loss for Trainer's own sum, from which a NaN would never go."""
+        return torch.nan_to_num(super().training_step(model, inputs, num_items_in_batch), 0.0, 0.0, 0.0)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        # Trainer calls this once per step, when the gradient is known and the weights have not moved.
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self._close_step(model, grad_norm)
+        return grad_norm
+
+    def _close_step(self, model: torch.nn.Module, grad_norm: Tensor) -> None:
+        """Read the step's figures, skip its update if it is not finite, and obey a request to stop: all ranks alike.
+
+        A skipped step counts like any other for the schedule and the order of the data.
+        """
+        loss = self.meter.step["loss"]
+        finite = torch.isfinite(torch.as_tensor(loss))
+        if self.accelerator.scaler is None:  # in float16 the scaler lowers its scale and skips by itself
+            finite = finite & torch.isfinite(grad_norm)
+        self.meter.add(skip=~finite, stop=float(self.stop.signum is not None))
+        step = self.meter.close_step(lambda sums: self.accelerator.reduce(sums, "sum"))
+        skip, self.stopped = step.pop("skip") > 0, step.pop("stop") > 0
+        if self.stopped:
+            self.control.should_log = self.control.should_save = self.control.should_training_stop = True
+        if not skip:
+            self.skipped_in_a_row = 0
+            self.meter.keep(step)
+            return
+        model.zero_grad()  # an optimiser leaves parameters without gradient as they are, and its state as well
+        self.meter.skip()
+        self.skipped_in_a_row += 1
+        self._report_skip(step["loss"])
+
+    def _report_skip(self, loss: float) -> None:
+        number = self.state.global_step + 1
+        folder = Path(self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"skipped-step-{number}-rank-{self.args.process_index}.pt"
+        torch.save([{**batch, "teacher": batch["teacher"]._asdict()} for batch in self.micro_batches], file)
+        what = "gradient" if math.isfinite(loss) else "loss"
+        show(f"step {number} skipped: its {what} is not finite; its micro-batches are in {file}")
+        if self.skipped_in_a_row == self.max_skipped_steps:
+            raise FloatingPointError(
+                f"{self.skipped_in_a_row} steps in a row, up to step {number}, had a loss or gradient that is not "
+                f"finite. Their micro-batches are in {folder}/skipped-step-*.pt: look for NaN in their teacher rows. "
+                "If there is none, lower training.learning_rate, or train in bfloat16 or float32 instead of float16"
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, after the checks of the teacher that need a forward; see there for the arguments."""
+        if isinstance(self.teacher, LocalTeacher):
+            self.watch.warn("eos", eos_mismatch(self.student.model, self.teacher.model, self.tokenizer))
+            rows: Any = self.train_dataset
+            self.watch.warn("random teacher", random_teacher(self.teacher, rows, self.tokenizer))
+        return super().train(*args, **kwargs)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's draft, unless the output folder has a card already: a recipe's says more."""
+        if not (Path(self.args.output_dir or ".") / "README.md").exists():
+            super().create_model_card(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add to a training row the means over the steps since the last one."""
+        """Add to a training row the means over the steps since the last one; its loss is that of the kept ones."""
         if "loss" in logs:
-            logs |= self.meter.means(lambda sums: self.accelerator.reduce(sums, "sum"))
+            logs |= self.meter.means()
         super().log(logs, start_time)
 
     def evaluate(  # type: ignore[override]
@@ -210,8 +328,10 @@ class DistillationTrainer(Trainer):
 
         Returns:
             Over the tokens of the student's own samples at temperature 1: `eval_kl`, the mean of KL(teacher ||
-            student) over the whole vocabulary, `eval_student_entropy`, `eval_teacher_entropy` (nats) and their
-            number, `eval_tokens`; where rows have answers, `eval_exact_match` of greedy completions (0 to 1).
+            student) over the whole vocabulary, `eval_student_entropy`, `eval_teacher_entropy` and their difference
+            `eval_entropy_gap` (nats), and their number, `eval_tokens`. Of the samples: `eval_mean_length` in tokens
+            and `eval_truncated_share`, those without an end. Where rows have answers, `eval_exact_match` of greedy
+            completions (0 to 1).
 
         Raises:
             ValueError: no rows, or a teacher or rollouts that are not of this process.
@@ -238,3 +358,12 @@ class DistillationTrainer(Trainer):
         self.log(dict(metrics))  # log adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def _check_completions(rows: Sequence[PromptRow], lmbda: float) -> None:
+    for index in range(len(rows)):
+        if not rows[index].get("completion_ids"):
+            raise ValueError(
+                f"lmbda is {lmbda}, but row {index} of train_dataset has no completion of its own; give every row "
+                "`completion_ids` (in a recipe's data: `completion`), or set lmbda to 1"
+            )
