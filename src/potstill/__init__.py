@@ -11,6 +11,7 @@ from potstill.core.teacher import SampledTargets, TeacherTopK
 from potstill.core.tiles import LinearLogits
 from potstill.core.topk import student_topk
 from potstill.core.transform import LogitTransform
+from potstill.core.vocab_parallel import VocabShard
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "PotstillHead",
     "SampledTargets",
     "TeacherTopK",
+    "VocabShard",
     "coarse_logits",
     "full_vocab_distillation_loss",
     "sampled_token_loss",

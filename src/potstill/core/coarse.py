@@ -23,12 +23,22 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from potstill.core.checks import check_choice, check_logits, check_reusable, check_token_ids, refuse_double_backward
+from potstill.core.checks import check_choice, check_reusable, check_token_ids, refuse_double_backward
 from potstill.core.kernel_choice import use_compiled
 from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import gradient, join, linear_gradients, statistics
-from potstill.core.tiles import LinearLogits, TileReader, from_parts, parts_of, read_as, row_shape, vocab_width
+from potstill.core.tiles import (
+    LinearLogits,
+    Logits,
+    TileReader,
+    from_parts,
+    parts_of,
+    read_as,
+    row_shape,
+    vocab_width,
+)
 from potstill.core.transform import LogitTransform
+from potstill.core.vocab_parallel import VocabShard, combine, enter
 
 
 class CoarseLogits(NamedTuple):
@@ -65,6 +75,12 @@ class CoarseLogits(NamedTuple):
         """The same with every number of a row [...] changed, and the selected ones as they are."""
         rest_mean, rest_error = (None if x is None else change(x) for x in (self.rest_mean, self.rest_error))
         return CoarseLogits(self.selected, change(self.rest), rest_mean, rest_error)
+
+    def joined(self, token_ids: Tensor, shard: VocabShard | None) -> "CoarseLogits":
+        """Those of the whole vocabulary, from every rank's own at the global ids; the same without a shard."""
+        if shard is None:
+            return self
+        return CoarseLogits(*combine(shard, token_ids, self.selected, self.rest, self.rest_mean))
 
     @property
     def all_log_probs(self) -> Float[Tensor, "... categories"]:
@@ -111,6 +127,7 @@ def coarse_logits(
     *,
     temperature: float = 1.0,
     transform: LogitTransform | None = None,
+    shard: VocabShard | None = None,
     entropy: bool = False,
     chunk_size: int | None = None,
     reuse_logits: bool = False,
@@ -127,6 +144,8 @@ def coarse_logits(
         token_ids: [..., K] of any integer dtype; -1 is an empty slot (-inf). K may be 0. Ids of one row differ.
         temperature: divides z after the transform, in float32.
         transform: the model's own scale, softcap and padded vocabulary.
+        shard: the ids that this rank's logits (or weight) are of; token_ids stay global. One all-reduce of
+            [N, K + tp] numbers in forward; for LinearLogits one of hidden's gradient in backward.
         entropy: also compute what `.entropy` needs.
         chunk_size: an exact upper bound on the rows of any full-width tile; None takes it from a byte budget.
         reuse_logits: backward writes the gradient into the caller's logits (peak 1 instead of 2 times them).
@@ -145,29 +164,43 @@ def coarse_logits(
         ValueError: for rows that do not match, an id outside [-1, V) (on CUDA: an asynchronous assert), or
             reuse_logits where the logits may not be overwritten.
     """
-    logits = check_logits(logits)
-    reader = read_as(logits, transform, temperature, chunk_size)
+    logits, shard = enter(logits, shard)
+    reader = read_as(logits, transform, temperature, chunk_size, shard)
     check_choice("memory", memory, ("auto", "recompute"))
     reader = reader._replace(fused=use_compiled(kernel, logits, reader))
     if reuse_logits:
         check_reusable(logits)
-    shape = row_shape(logits)
-    check_token_ids(token_ids, shape, vocab_width(logits))
-    ids = token_ids.reshape(math.prod(shape), token_ids.shape[-1]).to(torch.int64)
+    check_token_ids(token_ids, row_shape(logits), vocab_width(logits) if shard is None else shard.vocab_size)
+    return coarse_of(logits, token_ids, reader, shard, entropy=entropy, reuse_logits=reuse_logits)
+
+
+def coarse_of(
+    logits: Logits,
+    token_ids: Tensor,
+    reader: TileReader,
+    shard: VocabShard | None,
+    *,
+    entropy: bool = False,
+    reuse_logits: bool = False,
+) -> CoarseLogits:
+    """`coarse_logits` of what was checked, and of a rank's own logits as `enter` gives them."""
+    shape, k = row_shape(logits), token_ids.shape[-1]
+    ids = token_ids if shard is None else shard.local(token_ids)
+    ids = ids.reshape(math.prod(shape), k).to(torch.int64)
     parts = parts_of(logits)
     with torch.autocast(token_ids.device.type, enabled=False):
         if torch.compiler.is_compiling():
             from potstill.core.operators import coarse_op
 
             first, weight, bias = (*parts, None, None)[:3]
-            settings = (reader.transform.scale, reader.transform.softcap, *reader[1:])
+            settings = (reader.transform.scale, reader.transform.softcap, *reader[1:5])
             outputs = coarse_op(first, weight, bias, ids, entropy, *settings)
         else:
             if ids.is_inference() and not torch.is_inference_mode_enabled():
                 ids = ids.clone()  # a teacher scored in inference mode; autograd could not save its ids
             outputs = _Coarse.apply(ids, reader, entropy, reuse_logits, *parts)
     selected, *others = outputs if entropy else outputs[:3]
-    return CoarseLogits.of(selected.reshape(*shape, ids.shape[1]), *(x.reshape(shape) for x in others))
+    return CoarseLogits.of(selected.reshape(*shape, k), *(x.reshape(shape) for x in others)).joined(token_ids, shard)
 
 
 def coarse_forward(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from potstill.core.checks import check_choice, check_logits, check_reusable
-from potstill.core.coarse import coarse_logits
+from potstill.core.checks import check_choice, check_reusable
+from potstill.core.coarse import coarse_of
 from potstill.core.kernel_choice import use_compiled
 from potstill.core.metrics import RowNumbers, overlap, summarise
 from potstill.core.numerics import compute_dtype
@@ -19,8 +19,9 @@ from potstill.core.rows import RowWeights, TeacherRows
 from potstill.core.single_pass import form_coarse, single_pass, single_pass_pays
 from potstill.core.teacher import SampledTargets, TeacherTopK
 from potstill.core.tiles import LinearLogits, first_part, read_as, row_shape, vocab_width
-from potstill.core.topk import student_topk
+from potstill.core.topk import top_coarse
 from potstill.core.transform import LogitTransform
+from potstill.core.vocab_parallel import VocabShard, enter
 
 
 class DistillationOutput(NamedTuple):
@@ -43,6 +44,7 @@ def topk_distillation_loss(
     temperature: float = 1.0,
     temperature_squared: bool = False,
     transform: LogitTransform | None = None,
+    shard: VocabShard | None = None,
     chunk_size: int | None = None,
     reuse_logits: bool = False,
     memory: str = "auto",
@@ -70,6 +72,8 @@ def topk_distillation_loss(
         temperature: divides the student's logits; the teacher's payload must carry the same one.
         temperature_squared: multiply per_token by temperature ** 2 (before loss_max_clamp).
         transform: the student's own scale, softcap and padded vocabulary.
+        shard: the ids that this rank's logits (or weight) are of. Every rank of the group makes the same call with
+            the same rows, global ids and options, and gets the same loss (see coarse_logits for what is exchanged).
         chunk_size: exact upper bound on the rows of a full-width tile.
         reuse_logits: backward overwrites the logits with their gradient (see coarse_logits).
         memory: for LinearLogits "single_pass" (3 GEMMs, gradients formed in forward; only `loss` may be
@@ -95,7 +99,6 @@ def topk_distillation_loss(
         ValueError: for rows that do not match, unknown names or options, pairs that have no learning signal or
             no meaning, a teacher of another temperature, or teacher rows that cannot be.
     """
-    logits = check_logits(logits)
     if not isinstance(teacher, (TeacherTopK, SampledTargets)):
         raise TypeError(
             f"teacher must be TeacherTopK or SampledTargets, got {type(teacher).__name__}; from logits make one with "
@@ -111,7 +114,8 @@ def topk_distillation_loss(
         loss_min_clamp=loss_min_clamp,
         loss_max_clamp=loss_max_clamp,
     )
-    shape, vocab_size = row_shape(logits), vocab_width(logits)
+    logits, shard = enter(logits, shard)
+    shape, vocab_size = row_shape(logits), vocab_width(logits) if shard is None else shard.vocab_size
     objective.check_teacher(teacher, shape, temperature)
     dtype = compute_dtype(first_part(logits).dtype)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, dtype, teacher.token_ids.device)
@@ -123,29 +127,22 @@ def topk_distillation_loss(
     check_choice("memory", memory, ("auto", "recompute", "single_pass"))
     if reuse_logits:
         check_reusable(logits)
-    reader = read_as(logits, transform, temperature, chunk_size)
+    reader = read_as(logits, transform, temperature, chunk_size, shard)
     reader = reader._replace(fused=use_compiled(kernel, logits, reader))
-    if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory):
+    if isinstance(logits, LinearLogits) and single_pass_pays(logits, memory, shard):
         form = partial(
             form_coarse,
             token_ids=target.token_ids,
             reader=reader,
             score=score,
             entropy=entropy,
+            shard=shard,
         )
         loss, fields = single_pass(form, logits, weights)
         rows = RowNumbers(*fields)
     else:
-        coarse = coarse_logits(
-            logits,
-            target.token_ids.view(teacher.token_ids.shape),
-            temperature=temperature,
-            transform=transform,
-            entropy=entropy,
-            chunk_size=chunk_size,
-            reuse_logits=reuse_logits,
-            kernel=kernel,
-        )
+        ids = target.token_ids.view(teacher.token_ids.shape)
+        coarse = coarse_of(logits, ids, reader, shard, entropy=entropy, reuse_logits=reuse_logits)
         rows = score(coarse.flatten(), slice(None))
         loss = weights.total(rows.per_token)
 
@@ -157,8 +154,8 @@ def topk_distillation_loss(
         }
     k = target.token_ids.shape[1]
     if diagnostics and k:
-        top = min(k, reader.width)
-        student_ids, _ = student_topk(logits, top, transform=transform, chunk_size=chunk_size)
+        top = min(k, vocab_size if transform is None else transform.vocab_size or vocab_size)
+        student_ids, _ = top_coarse(logits, top, reader._replace(temperature=1.0, fused=False), shard)
         student_ids = student_ids.reshape(len(target.token_ids), top)
         log_probs = None if objective.sampled else target.values
         metrics |= overlap(

@@ -22,8 +22,10 @@ from potstill.core.operators import outside_graph
 from potstill.core.passes import gradient, idle_rows, join, statistics
 from potstill.core.rows import RowWeights
 from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
+from potstill.core.vocab_parallel import VocabShard
 
 WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a time
+MOST_PIECES = 8  # over vocabulary shards each piece of rows is one all-reduce
 
 Needs = tuple[bool, bool, bool]
 """Which of hidden, weight and bias need a gradient."""
@@ -40,11 +42,11 @@ def needs_gradient(linear: LinearLogits) -> bool:
     return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in linear)
 
 
-def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
+def single_pass_pays(linear: LinearLogits, memory: str, shard: VocabShard | None = None) -> bool:
     """Whether a loss forms its gradients in forward: what `memory` names, or the rule behind "auto".
 
-    "auto" recomputes where the weight's gradient is needed and 6 V H bytes exceed this device's budget, or under
-    torch.compile. Without a gradient to form there is nothing to choose.
+    "auto" recomputes where the weight's gradient is needed and 6 V H bytes exceed this device's budget, over
+    vocabulary shards, or under torch.compile. Without a gradient to form there is nothing to choose.
     """
     if memory == "recompute" or not needs_gradient(linear):
         return False
@@ -52,7 +54,7 @@ def single_pass_pays(linear: LinearLogits, memory: str) -> bool:
         return True
     weight = linear.weight
     fits = not weight.requires_grad or 6 * weight.numel() <= budget(weight.device).weight_gradient
-    return fits and not torch.compiler.is_compiling()
+    return fits and (shard is None or shard.size == 1) and not torch.compiler.is_compiling()
 
 
 def single_pass(form: Form, linear: LinearLogits, weights: RowWeights) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -71,21 +73,24 @@ def form_coarse(
     reader: TileReader,
     score: Score,
     entropy: bool,
+    shard: VocabShard | None,
 ) -> tuple[RowNumbers, "LinearGradients"]:
     """The numbers of every row from its coarse logits, and the gradients of sum(per_token * factor)."""
     hidden = linear.hidden.reshape(-1, linear.hidden.shape[-1])
     grads = LinearGradients.zeros(linear, needs)
     pieces = []
-    for start, stop, product in reader.products(linear):
+    own_ids = token_ids if shard is None else shard.local(token_ids)
+    for start, stop, product in reader.products(linear, MOST_PIECES if shard is not None and shard.size > 1 else None):
         rows = slice(start, stop)
-        selected, total, shift, rest_mean = statistics(product, token_ids[rows], reader, entropy)
+        selected, total, shift, rest_mean = statistics(product, own_ids[rows], reader, entropy)
         with torch.enable_grad():
             inputs = selected.requires_grad_(), total.requires_grad_()
-            numbers = score(CoarseLogits.of(*inputs, shift, rest_mean if entropy else None), rows)
+            coarse = CoarseLogits.of(*inputs, shift, rest_mean if entropy else None)
+            numbers = score(coarse.joined(token_ids[rows], shard), rows)
         d_selected, d_total = torch.autograd.grad(numbers.per_token, inputs, factor[rows])
         upstream = d_selected, d_total, None
         pieces.append(tuple(x.detach() for x in numbers))
-        gradient(product, token_ids[rows], reader, (shift, total.detach(), None), upstream, out=product)
+        gradient(product, own_ids[rows], reader, (shift, total.detach(), None), upstream, out=product)
         grads.add(product, hidden[rows].masked_fill(idle_rows(upstream)[:, None], 0.0), linear.weight, rows)
     return RowNumbers(*join(pieces)), grads
 

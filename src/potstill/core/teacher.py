@@ -17,9 +17,10 @@ from potstill.core.checks import refuse_where
 from potstill.core.coarse import coarse_logits
 from potstill.core.numerics import INF, compute_dtype
 from potstill.core.targets import sample_targets
-from potstill.core.tiles import LinearLogits
+from potstill.core.tiles import LinearLogits, read_as
 from potstill.core.topk import top_coarse
 from potstill.core.transform import LogitTransform
+from potstill.core.vocab_parallel import VocabShard, enter
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,7 @@ class TeacherTopK:
         token_ids: Integer[Tensor, "... K"] | None = None,
         temperature: float = 1.0,
         transform: LogitTransform | None = None,
+        shard: VocabShard | None = None,
         chunk_size: int | None = None,
     ) -> "TeacherTopK":
         """The top k ids (ties to the lower id), or the given ids, with an exact rest. No gradient.
@@ -71,6 +73,7 @@ class TeacherTopK:
             token_ids: [..., K] ids to score instead, e.g. the student's own; -1 is an empty slot.
             temperature: divides the logits.
             transform: the model's own scale, softcap and padded vocabulary.
+            shard: the ids that this rank's logits (or weight) are of; every rank gets the same rows.
             chunk_size: upper bound on the rows of a full-width tile.
 
         Peak extra memory: one tile (for LinearLogits also one product).
@@ -80,15 +83,20 @@ class TeacherTopK:
         """
         if (k is None) == (token_ids is None):
             raise ValueError(f"from_logits needs exactly one of k and token_ids, got k={k} and token_ids={token_ids}")
-        if k is not None:
-            token_ids, coarse = top_coarse(
-                logits, k, transform=transform, temperature=temperature, chunk_size=chunk_size
-            )
-        else:
-            assert token_ids is not None
-            with torch.no_grad():
+        with torch.no_grad():
+            if k is not None:
+                logits, shard = enter(logits, shard)
+                reader = read_as(logits, transform, temperature, chunk_size, shard)
+                token_ids, coarse = top_coarse(logits, k, reader, shard)
+            else:
+                assert token_ids is not None
                 coarse = coarse_logits(
-                    logits, token_ids, transform=transform, temperature=temperature, chunk_size=chunk_size
+                    logits,
+                    token_ids,
+                    temperature=temperature,
+                    transform=transform,
+                    shard=shard,
+                    chunk_size=chunk_size,
                 )
         log_probs = coarse.all_log_probs
         return cls(token_ids, log_probs[..., :-1], log_probs[..., -1], temperature)

@@ -8,7 +8,7 @@ host sync and no special case. Memory: one tile, plus for LinearLogits one produ
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Integer
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from potstill.core.numerics import INF, compute_dtype
 from potstill.core.transform import LogitTransform
+
+if TYPE_CHECKING:
+    from potstill.core.vocab_parallel import VocabShard
 
 PLAIN = LogitTransform()
 
@@ -125,6 +128,9 @@ class TileReader(NamedTuple):
     width: int
     chunk_size: int | None
     fused: bool = False  # use the compiled bodies where they apply
+    widest: int | None = (
+        None  # the width that rows are budgeted for: of a shard's widest rank, so that ranks cut alike
+    )
 
     def tiles(
         self,
@@ -164,19 +170,32 @@ class TileReader(NamedTuple):
     def product_rows(self, linear: LinearLogits) -> int:
         """Rows of one product `hidden @ weight.T` over the full width."""
         hidden = linear.hidden
-        return rows_within(budget(hidden.device).product, self.width, hidden.dtype.itemsize, self.chunk_size)
+        width = self.width if self.widest is None else self.widest
+        return rows_within(budget(hidden.device).product, width, hidden.dtype.itemsize, self.chunk_size)
 
-    def products(self, logits: Logits) -> Iterator[tuple[int, int, Tensor]]:
+    def products(self, logits: Logits, most: int | None = None) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (start, stop, raw): the raw logits of rows start to stop, up to the real width.
 
-        There is at least one piece. A tensor of logits is one, as it is; a LinearLogits is multiplied piece by
-        piece into one buffer, which may be overwritten.
+        There is at least one piece, and at most `most`. A tensor of logits is one, as it is; a LinearLogits is
+        multiplied piece by piece into one buffer, which may be overwritten.
+
+        Raises:
+            ValueError: chunk_size asks for more pieces than `most`.
         """
         if not isinstance(logits, LinearLogits):
             yield 0, math.prod(logits.shape[:-1]), logits
             return
         raw_rows = RawRows(logits, self.width)
-        for start, stop in chunk_bounds(math.prod(row_shape(logits)), self.product_rows(logits)) or [(0, 0)]:
+        n_rows, rows = math.prod(row_shape(logits)), self.product_rows(logits)
+        if most is not None and -(-n_rows // rows) > most:
+            if self.chunk_size is not None and -(-n_rows // self.chunk_size) > most:
+                raise ValueError(
+                    f"chunk_size={self.chunk_size} cuts {n_rows} rows into more than the {most} pieces that "
+                    "single_pass may take over vocabulary shards (one all-reduce each); raise it, or pass "
+                    "memory='recompute'"
+                )
+            rows = -(-n_rows // most)
+        for start, stop in chunk_bounds(n_rows, rows) or [(0, 0)]:
             yield start, stop, raw_rows(start, stop)[0]
 
 
@@ -209,9 +228,13 @@ def multiply(linear: LinearLogits, start: int, stop: int, out: Tensor) -> Tensor
 
 
 def read_as(
-    logits: Logits, transform: LogitTransform | None, temperature: float, chunk_size: int | None
+    logits: Logits,
+    transform: LogitTransform | None,
+    temperature: float,
+    chunk_size: int | None,
+    shard: "VocabShard | None" = None,
 ) -> TileReader:
-    """Check the options that say how logits are read, and bind them.
+    """Check the options that say how logits are read, and bind them; those of a shard are one rank's columns.
 
     Raises:
         ValueError: for a temperature that is not positive, or a chunk_size below 1.
@@ -221,7 +244,8 @@ def read_as(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1 row, got {chunk_size}; use None to take it from the budget")
     transform = PLAIN if transform is None else transform
-    width = vocab_width(logits)
+    width = vocab_width(logits) if shard is None else shard.vocab_size
     if transform.vocab_size is not None and transform.vocab_size > width:
         raise ValueError(f"transform.vocab_size is {transform.vocab_size} but the logits have only {width} columns")
-    return TileReader(transform, float(temperature), transform.vocab_size or width, chunk_size)
+    reader = TileReader(transform, float(temperature), transform.vocab_size or width, chunk_size)
+    return reader if shard is None else reader._replace(width=shard.real(reader.width), widest=shard.largest)

@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from potstill.core.checks import check_logits
 from potstill.core.coarse import CoarseLogits
+from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import join, statistics
 from potstill.core.tiles import LinearLogits, Logits, TileReader, read_as, row_shape
 from potstill.core.transform import LogitTransform
+from potstill.core.vocab_parallel import VocabShard, enter, gather
 
 
 def student_topk(
@@ -18,6 +19,7 @@ def student_topk(
     k: int,
     *,
     transform: LogitTransform | None = None,
+    shard: VocabShard | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Integer[Tensor, "... k"], Float[Tensor, "... k"]]:
     """Ids and log-probabilities of the k most probable tokens, most probable first, ties to the lower id.
@@ -26,6 +28,7 @@ def student_topk(
         logits: [..., V] or LinearLogits; no gradient is taken.
         k: 1 <= k <= V.
         transform: the model's own scale, softcap and padded vocabulary.
+        shard: the ids that this rank's logits (or weight) are of; one all-gather of 2 k + 1 numbers a row.
         chunk_size: upper bound on the rows of a full-width tile.
 
     Returns:
@@ -36,27 +39,49 @@ def student_topk(
     Raises:
         ValueError: for a k outside 1 to V.
     """
-    token_ids, coarse = top_coarse(logits, k, transform=transform, temperature=1.0, chunk_size=chunk_size)
+    logits, shard = enter(logits, shard)
+    token_ids, coarse = top_coarse(logits, k, read_as(logits, transform, 1.0, chunk_size, shard), shard)
     return token_ids, coarse.log_probs
 
 
 @torch.no_grad()
 def top_coarse(
-    logits: Logits, k: int, *, transform: LogitTransform | None, temperature: float, chunk_size: int | None
+    logits: Logits, k: int, reader: TileReader, shard: VocabShard | None = None
 ) -> tuple[Tensor, CoarseLogits]:
-    """The top k ids [..., k] and the coarse logits at them, in one pass (one GEMM for LinearLogits)."""
-    logits = check_logits(logits)
-    reader = read_as(logits, transform, temperature, chunk_size)
-    if not 1 <= k <= reader.width:
-        raise ValueError(f"k must be between 1 and the {reader.width} real tokens of the vocabulary, got {k}")
+    """The top k ids [..., k] and the coarse logits at them, in one pass (one GEMM for LinearLogits).
+
+    Over vocabulary shards every rank takes its own top k, and one all-gather of 2 k + 1 numbers a row lets all find
+    the top k of these. What a rank's others were, and the candidates that were not taken, add up to the rest.
+    """
+    real = reader.width if shard is None else reader.transform.vocab_size or shard.vocab_size
+    if not 1 <= k <= real:
+        raise ValueError(f"k must be between 1 and the {real} real tokens of the vocabulary, got {k}")
+    own = min(k, reader.width)
     pieces = []
     for _, _, raw in reader.products(logits):
-        token_ids = top_ids(raw, k, reader)
+        token_ids = top_ids(raw, own, reader)
         pieces.append((token_ids, *statistics(raw, token_ids, reader, entropy=False)[:3]))
     token_ids, selected, *others = join(pieces)
     shape = row_shape(logits)
-    coarse = CoarseLogits.of(selected.reshape(*shape, k), *(x.reshape(shape) for x in others))
+    coarse = CoarseLogits.of(selected, *others)
+    if shard is not None:
+        token_ids, coarse = _best_of_ranks(token_ids + shard.start, coarse, k, shard)
+    coarse = coarse.map_rows(lambda x: x.reshape(shape))._replace(selected=coarse.selected.reshape(*shape, k))
     return token_ids.reshape(*shape, k), coarse
+
+
+def _best_of_ranks(token_ids: Tensor, coarse: CoarseLogits, k: int, shard: VocabShard) -> tuple[Tensor, CoarseLogits]:
+    """The k best of every rank's candidates [N, own], largest first, ties to the lower id."""
+    missing = k - token_ids.shape[1]  # ranks send equally much: a narrow one fills up with what nobody takes
+    values = torch.nn.functional.pad(coarse.selected.double(), (0, missing), value=-INF)
+    ids = torch.nn.functional.pad(token_ids.double(), (0, missing), value=shard.vocab_size)  # exact below 2^53
+    sent = torch.cat([values, ids, coarse.rest.double().unsqueeze(1)], 1)
+    values, ids, rests = torch.stack(gather(sent, shard), 1).split([k, k, 1], -1)  # [N, tp, ...]
+    ids, order = ids.flatten(1).sort(1)
+    values, best = values.flatten(1).gather(1, order).sort(1, descending=True, stable=True)
+    rest = logsumexp(torch.cat([values[:, k:], rests.squeeze(-1)], 1))
+    dtype = coarse.rest.dtype
+    return ids.gather(1, best[:, :k]).to(torch.int64), CoarseLogits(values[:, :k].to(dtype), rest.to(dtype))
 
 
 def top_ids(raw: Tensor, k: int, reader: TileReader) -> Integer[Tensor, "rows k"]:
