@@ -1,13 +1,10 @@
-"""Rollouts: exactly the stated distribution, clean ends, and prompts read with good errors."""
-
-import json
+"""Rollouts: exactly the stated distribution, and clean ends."""
 
 import pytest
 import torch
 
-from potstill.rollouts.dataset import read_jsonl, tokenize
 from potstill.rollouts.transformers import TransformersRollouts, cut_after_eos, pad_id, stop_token_ids
-from train_fixtures import CHAT_TEMPLATE, make_model, make_tokenizer
+from train_fixtures import make_model, make_tokenizer
 
 
 def row(*ids):
@@ -117,65 +114,3 @@ def test_stop_ids_and_padding():
 def test_settings_out_of_range(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         TransformersRollouts(make_tokenizer(), **options)
-
-
-# -- prompts ----------------------------------------------------------------------------------------------------
-
-
-def test_read_jsonl(tmp_path):
-    path = tmp_path / "p.jsonl"
-    rows = [{"prompt": "a b"}, {"messages": [{"role": "user", "content": "c"}], "answer": "d", "source": "web"}]
-    path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    assert read_jsonl(path) == rows
-    assert read_jsonl(path, limit=1) == rows[:1]
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ('{"prompt": "a"', r"line 2: Expecting ',' delimiter"),
-        ("[1]", "line 2: expected a JSON object"),
-        ('{"text": "a"}', "line 2: expected exactly one of `prompt` and `messages`; the keys are text"),
-        ('{"prompt": "a", "messages": []}', "line 2: expected exactly one"),
-        ('{"prompt": 3}', "line 2: `prompt` is 3; expected text"),
-        ('{"messages": [{"role": "user"}]}', "line 2: `messages` must be a list of objects with `role` and `content`"),
-        ('{"prompt": "a", "answer": 7}', "line 2: `answer` is 7; expected text: put it in quotes"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, line, message):
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=rf"p\.jsonl, {message}"):
-        read_jsonl(path)
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "p.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="has no rows"):
-        read_jsonl(tmp_path / "p.jsonl")
-
-
-def test_tokenize_prompts_and_chats():
-    tokenizer = make_tokenizer()
-    assert tokenize([{"prompt": "a b", "answer": "c"}], tokenizer, 9) == [
-        {"prompt_ids": [1, 4, 5], "answer": "c", "completion_ids": None}
-    ]
-    chat = [{"messages": [{"role": "user", "content": "c"}]}]
-    with pytest.raises(ValueError, match="it has no chat template"):
-        tokenize(chat, tokenizer, 9)
-    with pytest.raises(ValueError, match="the tokenizer refuses 'a z': WordLevel error"):
-        tokenize([{"prompt": "a z"}], tokenizer, 9)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    (prompt,) = tokenize(chat, tokenizer, 9)
-    assert tokenizer.decode(prompt["prompt_ids"], skip_special_tokens=True) == "a c b"  # b: the assistant's turn
-    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ValueError, match=r"the tokenizer refuses \[.*\]: no such role"):
-        tokenize(chat, tokenizer, 9)
-
-
-def test_long_prompts_are_left_out():
-    tokenizer = make_tokenizer()
-    rows = [{"prompt": "a b c"}, {"prompt": "a"}]
-    assert [row["prompt_ids"] for row in tokenize(rows, tokenizer, 3)] == [[1, 4]]
-    with pytest.raises(ValueError, match="all 2 prompts have more than 1 tokens; raise max_prompt_tokens"):
-        tokenize(rows, tokenizer, 1)

@@ -81,24 +81,45 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Prompts: JSONL files with a `prompt` or chat `messages` on each line, and optionally an `answer`.
+class Source:
+    """A Hugging Face dataset, or a file.
 
     Attributes:
-        train: file, relative to the recipe, or `potstill:arithmetic`.
+        path: id on the hub, or a folder or file, relative to the recipe.
+        name: of the configuration.
+        split: may be left out where there is only one.
+    """
+
+    path: str
+    name: str | None = None
+    split: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.path, self.name, self.split)))
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts: rows with a `prompt` or chat `messages`, and optionally a `completion` and an `answer`.
+
+    Attributes:
+        train: JSONL or parquet file, or folder of a dataset, relative to the recipe; id of a dataset on the hub, as
+            `{path: ..., name: ..., split: ...}` where it needs them; or `potstill:arithmetic`.
         heldout: the same, for prompts that are never trained on and measured before and after. None: no table.
         train_rows: use the first so many rows. None: the whole file, or 20,000 generated problems.
         heldout_rows: use the first so many rows. None: the whole file, or 512 generated problems.
         answer_regex: group 1 of its last match is the answer. None: the whole text, stripped.
-        max_prompt_tokens: longer prompts are left out, and counted.
+        max_prompt_tokens: longer prompts are dealt with as long_prompts says, and counted.
+        long_prompts: "drop" them, since a shortened one is another question; "truncate" them on the left; or "refuse".
     """
 
-    train: str
-    heldout: str | None = None
+    train: str | Source
+    heldout: str | Source | None = None
     train_rows: int | None = None
     heldout_rows: int | None = None
     answer_regex: str | None = None
     max_prompt_tokens: int = 1024
+    long_prompts: Literal["drop", "truncate", "refuse"] = "drop"
 
 
 @dataclass(frozen=True)
@@ -299,9 +320,12 @@ def _check(recipe: Recipe) -> None:
             raise RecipeError(f"data.answer_regex {data.answer_regex!r} is no regular expression: {error}") from None
         if groups == 0:
             raise RecipeError(f"data.answer_regex {data.answer_regex!r} has no group; put (...) around the answer")
-    for key, file in (("data.train", data.train), ("data.heldout", data.heldout)):
-        if file is not None and file != PACKAGED and not (recipe.folder / file).is_file():
-            raise RecipeError(f"{key}: no file {recipe.folder / file}; paths are relative to the recipe's folder")
+    for key, source in (("data.train", data.train), ("data.heldout", data.heldout)):
+        path = source.path if isinstance(source, Source) else source
+        if path in (None, PACKAGED) or (recipe.folder / path).exists():
+            continue
+        if Path(path).suffix in (".jsonl", ".json", ".parquet") or not re.fullmatch(r"[\w-]+/[\w.-]+", path):
+            raise RecipeError(f"{key}: no file {recipe.folder / path}; paths are relative to the recipe's folder")
     _check_loss(recipe.loss, rollout)
     if student.config is not None:
         _check_student_config(student.config)

@@ -19,7 +19,7 @@ from transformers import (
     set_seed,
 )
 
-from potstill.rollouts.dataset import PromptRow, read_jsonl, tokenize
+from potstill.rollouts.dataset import PromptRow, fit_prompts, read_rows, tokenize
 from potstill.rollouts.transformers import TransformersRollouts, stop_token_ids
 from potstill.teachers.local import LocalTeacher, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
@@ -29,7 +29,7 @@ from potstill.train.families import logit_transform
 from potstill.train.losses import loss_function
 from potstill.train.models import build_student, kept_layers
 from potstill.train.progress import METRICS_FILE, show
-from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe, Student
+from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe, Source, Student
 from potstill.train.strict import RecipeError
 from potstill.train.trainer import DistillationTrainer
 
@@ -245,18 +245,21 @@ def first_measurement(metrics: Path) -> dict[str, float]:
 
 
 def _prompts(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[PromptRow]:
-    file, limit = getattr(recipe.data, split), getattr(recipe.data, f"{split}_rows")
+    data, limit = recipe.data, getattr(recipe.data, f"{split}_rows")
+    source = getattr(data, split)
+    source = source if isinstance(source, Source) else Source(source)
     with _naming(f"data.{split}"):
-        if file == PACKAGED:
+        if source.path == PACKAGED:
             from potstill.arithmetic.task import problems
 
             default = 20_000 if split == "train" else 512
             rows: list[dict[str, Any]] = problems(split, limit or default, seed)  # type: ignore
         else:
-            rows = read_jsonl(recipe.folder / file, limit)
-        prompts = tokenize(rows, tokenizer, recipe.data.max_prompt_tokens)
-    left_out = len(rows) - len(prompts)
-    note = f" ({left_out:,} left out: more than {recipe.data.max_prompt_tokens} tokens)" if left_out else ""
+            path = recipe.folder / source.path
+            rows = read_rows(path if path.exists() else source.path, source.name, source.split, limit)
+        prompts, long = fit_prompts(tokenize(rows, tokenizer), data.max_prompt_tokens, data.long_prompts)
+    dealt = "cut on the left" if data.long_prompts == "truncate" else "left out"
+    note = f" ({long:,} {dealt}: more than {data.max_prompt_tokens} tokens)" if long else ""
     show(f"{split} prompts: {len(prompts):,}{note}")
     return prompts
 

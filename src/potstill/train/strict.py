@@ -50,11 +50,14 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", **extra: Any) 
         check_known(key, hints, prefix)
         if value is None:
             continue
-        nested = next((part for part in (hints[key], *typing.get_args(hints[key])) if is_dataclass(part)), None)
+        options = (hints[key], *typing.get_args(hints[key]))
+        nested = next((part for part in options if is_dataclass(part)), None)
+        if str in options and not isinstance(value, dict):  # a text that is short for the mapping
+            nested = None
         expect(value, hints[key] if nested is None else dict, prefix + key)
         if nested is not None:
             value = build(nested, value, f"{prefix}{key}.")  # type: ignore[arg-type]
-        elif type(value) is int and float in (hints[key], *typing.get_args(hints[key])):
+        elif type(value) is int and float in options:
             value = float(value)
         arguments[key] = value
     for spec in fields(cls):  # type: ignore[arg-type]
@@ -111,6 +114,8 @@ def _spell(hint: Any) -> str:
         return "one of " + ", ".join(map(str, arguments))
     if origin is list:
         return f"a list of {_spell(arguments[0])}"
+    if is_dataclass(hint):
+        return "a mapping"
     return {dict: "a mapping", str: "text", bool: "true or false"}.get(origin or hint, hint.__name__)
 
 

@@ -11,7 +11,7 @@ update.
         TrainingArguments("out", max_steps=100),
         teacher=LocalTeacher(teacher, logit_transform(teacher.config), top_k=64),
         rollouts=TransformersRollouts(tokenizer, max_new_tokens=256),
-        train_dataset=tokenize([{"prompt": "..."}], tokenizer, max_prompt_tokens=1024),
+        train_dataset=tokenize([{"prompt": "..."}], tokenizer),
         processing_class=tokenizer,
     )
     trainer.train()
