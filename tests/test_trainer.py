@@ -20,6 +20,7 @@ from train_fixtures import make_model, make_tokenizer
 PLAIN = LogitTransform()
 ROWS = [{"prompt_ids": [1, 4 + i % 8, *range(5, 5 + i % 3)], "answer": f"a {i % 3}"} for i in range(8)]
 TOKENIZER = make_tokenizer()
+OWN_OPTIONS = ("train_dataset", "eval_dataset", "loss", "answer_regex", "lmbda", "max_skipped_steps", "callbacks")
 
 
 def arguments(folder, **options) -> TrainingArguments:
@@ -29,15 +30,14 @@ def arguments(folder, **options) -> TrainingArguments:
 
 
 def make_trainer(folder, model=None, teacher=None, rollouts=None, **options) -> DistillationTrainer:
-    own = {name: options.pop(name) for name in ("loss", "eval_dataset", "answer_regex") if name in options}
+    own = {name: options.pop(name) for name in OWN_OPTIONS if name in options}
     return DistillationTrainer(
         model or make_model().double(),
         arguments(folder, **options),
         teacher=teacher or LocalTeacher(make_model(seed=1, hidden=24).double(), PLAIN, top_k=4),
         rollouts=rollouts or TransformersRollouts(TOKENIZER, max_new_tokens=6),
-        train_dataset=ROWS,
         processing_class=TOKENIZER,
-        **own,
+        **{"train_dataset": ROWS, **own},
     )
 
 

@@ -164,6 +164,8 @@ class DistillationTrainer(Trainer):
         self, epoch_iterator: Iterator[list[PromptRow]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | None]:
         """Complete and score all micro-batches of an optimiser step, and count its scored tokens over all ranks."""
+        if 0 < self.state.max_steps <= self.state.global_step:
+            return [], None  # Trainer takes a step too many when it resumes from the last one
         self.meter.begin_step()
         micro_batches = list(islice(epoch_iterator, num_batches))
         rows = [row for micro_batch in micro_batches for row in micro_batch]
