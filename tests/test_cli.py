@@ -94,7 +94,7 @@ def test_a_student_from_a_folder_and_without_heldout_prompts(recipe_file, tmp_pa
         ("student.prune.layers=9", "student: prune.layers is 9; the teacher has 4 layers"),
         ("student={config: {model_type: bloom}}", "student: model_type 'bloom' is not in the table of families"),
         ("student=/nowhere/at/all", "student: "),
-        ("loss.top_k=23", "loss.top_k: top_k is 23; expected 1 to 22"),
+        ("loss.top_k=23", "loss.top_k is 23; expected 1 to 22, the teacher's vocabulary"),
         ("data.max_prompt_tokens=2", "data.train: all 16 prompts have more than 2 tokens"),
         ("training.eval_strategy=never", "training: "),
     ],

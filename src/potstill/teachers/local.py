@@ -57,12 +57,16 @@ class LocalTeacher(ScoredModel):
     """
 
     def __init__(self, model: PreTrainedModel, transform: LogitTransform, top_k: int | None, temperature: float = 1.0):
-        super().__init__(model.eval().requires_grad_(False), transform)
+        super().__init__(self._prepared(model), transform)
         width = transform.vocab_size or self.head.out_features
         if top_k is not None and not 1 <= top_k <= width:
             raise ValueError(f"top_k is {top_k}; expected 1 to {width}, the teacher's vocabulary")
         self.top_k = top_k
         self.temperature = temperature
+
+    @staticmethod
+    def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+        return model.eval().requires_grad_(False)
 
     def __call__(self, batch: Mapping[str, Any]) -> TeacherTopK:
         """Log-probabilities [N, K] and rest [N] of the batch's N scored rows, without a gradient."""
@@ -74,6 +78,28 @@ class LocalTeacher(ScoredModel):
             temperature=self.temperature,
             transform=self.transform,
         )
+
+
+class OwnBase(LocalTeacher):
+    """The base of a student with an adapter (PEFT) as its teacher: one model in memory, left as it is.
+
+    Args:
+        model: the student. Its adapter is switched off while it scores.
+        transform, top_k, temperature: see LocalTeacher.
+    """
+
+    @staticmethod
+    def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+        return model
+
+    def logits(self, batch: Mapping[str, Any]) -> LinearLogits:
+        """As the base has them: the scored rows' hidden states [N, H] with the head's weight."""
+        was_training = self.model.training
+        self.model.eval()
+        with self.model.disable_adapter():  # type: ignore[operator]
+            logits = super().logits(batch)
+        self.model.train(was_training)
+        return logits
 
 
 def scored_part(logits: LinearLogits, batch: Mapping[str, Any]) -> LinearLogits:

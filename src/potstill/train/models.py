@@ -1,22 +1,62 @@
-"""The student, made from what the recipe says: loaded, pruned from the teacher, or fresh."""
+"""Models: found by name, and the student made from what the recipe says: loaded, pruned, fresh or with an adapter."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from potstill.train.recipe import Student
+from potstill.train.recipe import GGUF, PACKAGED, Lora, Student
 
 
-def build_student(spec: Student, teacher: PreTrainedModel) -> PreTrainedModel:
-    """Load or make the student; a fresh one is drawn from torch's global generator.
+def located(model: str) -> dict[str, str]:
+    """The arguments with which `from_pretrained` finds a hub id, a folder, a GGUF file in either, or the packaged one.
 
     Raises:
-        OSError, ValueError: the model cannot be loaded or the layers cannot be kept.
+        ValueError: the name is that of a folder or file which does not exist or holds no model.
+    """
+    if model == PACKAGED:
+        return {"pretrained_model_name_or_path": str(Path(__file__).parent.parent / "arithmetic" / "teacher")}
+    folder, _, file = model.rpartition("/") if model.endswith(GGUF) else (model, "", "")
+    folder, needed = folder or ".", file or "config.json"
+    if Path(folder).is_dir():
+        if not (Path(folder) / needed).is_file():
+            raise ValueError(f"the folder {folder} has no {needed}; expected a model that save_pretrained wrote")
+    elif Path(folder).is_absolute() or folder.startswith((".", "~")) or folder.count("/") > 1:
+        raise ValueError(f"there is no folder {folder}; expected one with a model, or an id on the hub")
+    return {"pretrained_model_name_or_path": folder} | ({"gguf_file": file} if file else {})
+
+
+def load_model(model: str, dtype: str) -> PreTrainedModel:
+    """Load a causal language model; weights from a GGUF file become ordinary ones.
+
+    Raises:
+        OSError, ValueError, ImportError: it cannot be found or read.
+    """
+    loaded = AutoModelForCausalLM.from_pretrained(**located(model), dtype=dtype)
+    if model.endswith(GGUF):
+        # The weights were dequantised: what remembers the file's format would only keep them from being saved.
+        loaded.hf_quantizer = None  # type: ignore[assignment]
+        del loaded.config.quantization_config
+    return loaded
+
+
+def build_student(spec: Student, teacher: PreTrainedModel | None) -> PreTrainedModel:
+    """Load or make the student; a fresh one, and an adapter, is drawn from torch's global generator.
+
+    Args:
+        spec: what the recipe says.
+        teacher: needed for `prune` and `config`.
+
+    Raises:
+        OSError, ValueError, ImportError: the model cannot be loaded, the layers cannot be kept, or the adapter does
+            not fit.
     """
     if spec.model is not None:
-        return AutoModelForCausalLM.from_pretrained(spec.model, dtype=spec.dtype)
+        model = load_model(spec.model, spec.dtype)
+        return model if spec.lora is None else add_adapter(model, spec.lora)
+    assert teacher is not None
     dtype = teacher.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     if spec.prune is not None:
         return prune_layers(teacher, kept_layers(spec.prune.layers, teacher.config), dtype)
@@ -26,6 +66,30 @@ def build_student(spec: Student, teacher: PreTrainedModel) -> PreTrainedModel:
     specials = {name: getattr(ours, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=ours.vocab_size, **specials, **fields)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def add_adapter(model: PreTrainedModel, spec: Lora) -> PreTrainedModel:
+    """A PeftModel around the model: its own weights are frozen, and low-rank terms beside them are trained.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: no layer is of that name, or the head is among them, whose extra term the loss would not see.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError:
+        raise ImportError("lora needs peft: pip install 'potstill[lora]'") from None
+    config = LoraConfig(
+        r=spec.r, lora_alpha=spec.alpha, target_modules=spec.target_modules, bias="none", task_type="CAUSAL_LM"
+    )
+    head = model.get_output_embeddings()
+    adapted = get_peft_model(model, config)
+    if adapted.get_output_embeddings() is not head:
+        raise ValueError(
+            f"lora.target_modules {spec.target_modules!r} include the head, whose adapter the loss would not see; "
+            "leave it out, or merge an adapter on the head into its weight first"
+        )
+    return adapted  # type: ignore[return-value]  # it forwards what a PreTrainedModel has
 
 
 def kept_layers(layers: int | list[int], config: PreTrainedConfig) -> list[int]:

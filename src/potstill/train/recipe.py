@@ -18,6 +18,8 @@ from potstill.train.strict import RecipeError, build, check_known, expect, neare
 from potstill.train.verl_names import loss_section
 
 PACKAGED = "potstill:arithmetic"
+GGUF = ".gguf"
+SELF = "self"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 TRAINING_DEFAULTS: dict[str, Any] = {
@@ -50,11 +52,27 @@ class Prune:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter (PEFT) on the student, which alone is trained and saved.
+
+    Attributes:
+        r: its rank.
+        alpha: its terms are scaled by alpha / r.
+        target_modules: names of the layers, or a regular expression; "all-linear" is all but the head.
+    """
+
+    r: int = 16
+    alpha: int = 32
+    target_modules: str | list[str] = "all-linear"
+
+
+@dataclass(frozen=True)
 class Student:
     """The model to train: exactly one of `model`, `prune` and `config`.
 
     Attributes:
-        model: hub id or local folder. `student: X` is short for `student: {model: X}`.
+        model: hub id or local folder, or a GGUF file in either. `student: X` is short for `student: {model: X}`.
+        lora: train an adapter on `model` instead of its weights.
         prune: a depth-pruned copy of the teacher.
         config: a fresh model, as `model_type` and fields of its transformers configuration; the vocabulary size
             and the special tokens come from the teacher.
@@ -62,6 +80,7 @@ class Student:
     """
 
     model: str | None = None
+    lora: Lora | None = None
     prune: Prune | None = None
     config: dict[str, Any] | None = None
     dtype: DType = "float32"
@@ -72,7 +91,9 @@ class Teacher:
     """The model to imitate.
 
     Attributes:
-        model: hub id, local folder or `potstill:arithmetic`. `teacher: X` is short for `teacher: {model: X}`.
+        model: hub id, local folder, GGUF file in either, or `potstill:arithmetic`. `teacher: X` is short for
+            `teacher: {model: X}`. With `student.lora` the default, also called `self`, is the student's own base:
+            one model in memory, its adapter switched off while it scores, in the student's dtype.
         dtype: of the weights; "auto" is the one they were saved in.
     """
 
@@ -244,6 +265,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
                 source[section] = {"model": source[section]}
         name = "arithmetic" if packaged else path.stem
         sections = dict(source)
+        own_base = sections.get("teacher") in (None, {"model": SELF})
+        student = sections.get("student")
+        if own_base and isinstance(student, dict) and isinstance(student.get("lora"), dict):
+            sections["teacher"] = {"model": student.get("model")}
         notes: list[str] = []
         if "distillation_loss" in source:
             if "loss" in source:
@@ -278,14 +303,24 @@ def _apply_override(source: dict[str, Any], override: str) -> None:
 def _check(recipe: Recipe) -> None:
     """Refuse the values that types alone do not exclude."""
     student, data, warmup, rollout = recipe.student, recipe.data, recipe.warmup, recipe.rollout
+    if recipe.teacher.model == SELF:
+        raise RecipeError(
+            "teacher: self is the base of a student with an adapter; add student.lora, or name a teacher"
+        )
+    if student.lora is not None and (student.model is None or student.model.endswith(GGUF)):
+        got = student.model or "prune or config"
+        raise RecipeError(f"student.lora needs student.model, a hub id or folder to find its base again; got {got}")
     given = [key for key in ("model", "prune", "config") if getattr(student, key) is not None]
     if len(given) != 1:
         got = " and ".join(given) or "none of them"
         raise RecipeError(f"student needs exactly one of model, prune and config; got {got}")
+    lora = student.lora or Lora()
     for key, value, least in (
         ("data.train_rows", data.train_rows, 1),
         ("data.heldout_rows", data.heldout_rows, 1),
         ("data.max_prompt_tokens", data.max_prompt_tokens, 1),
+        ("student.lora.r", lora.r, 1),
+        ("student.lora.alpha", lora.alpha, 1),
         ("warmup.steps", warmup.steps, 0),
         ("warmup.batch_size", warmup.batch_size, 1),
         ("rollout.max_new_tokens", rollout.max_new_tokens, 1),

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -21,13 +20,13 @@ from transformers import (
 
 from potstill.rollouts.dataset import PromptRow, fit_prompts, read_rows, tokenize
 from potstill.rollouts.transformers import TransformersRollouts, stop_token_ids
-from potstill.teachers.local import LocalTeacher, check_same_tokenizer
+from potstill.teachers.local import LocalTeacher, OwnBase, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train.card import comparison, model_card
 from potstill.train.checkpoints import checkpoints_in, newest_checkpoint
 from potstill.train.families import logit_transform
 from potstill.train.losses import loss_function
-from potstill.train.models import build_student, kept_layers
+from potstill.train.models import build_student, kept_layers, load_model, located
 from potstill.train.progress import METRICS_FILE, show
 from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe, Source, Student
 from potstill.train.strict import RecipeError
@@ -137,26 +136,34 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
         RecipeError: naming the key whose value cannot be loaded or does not fit.
     """
     student_spec, data = recipe.student, recipe.data
-    packaged = Path(__file__).parent.parent / "arithmetic" / "teacher"
-    source = packaged if recipe.teacher.model == PACKAGED else recipe.teacher.model
-    with _naming(f"teacher.model={recipe.teacher.model!r}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-        config = AutoConfig.from_pretrained(source)
+    loss, teacher_name = recipe.loss, recipe.teacher.model
+    for note in recipe.notes:
+        show(f"note: {note}")
+    with _naming(f"teacher.model={teacher_name!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**located(teacher_name))
+        config = AutoConfig.from_pretrained(**located(teacher_name))
         logit_transform(config)
+    if loss.estimator is None and loss.top_k > config.vocab_size:
+        raise RecipeError(f"loss.top_k is {loss.top_k}; expected 1 to {config.vocab_size}, the teacher's vocabulary")
     tokenizer = _checked_student(student_spec, tokenizer, config)
     train = _prompts(recipe, "train", tokenizer, args.seed)
     heldout = None if data.heldout is None else _prompts(recipe, "heldout", tokenizer, args.seed)
     if recipe.warmup.steps and not any(row["answer"] is not None for row in train):
         raise RecipeError("warmup.steps: no row of data.train has an `answer` to learn from; add some or set it to 0")
-    with _naming(f"teacher.model={recipe.teacher.model!r}"):
-        teacher_model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=recipe.teacher.dtype)
-        teacher_model.to(args.device)  # type: ignore[arg-type]
+    own_base = student_spec.lora is not None and student_spec.model == teacher_name
+    teacher_model: PreTrainedModel | None = None
+    if not own_base:
+        with _naming(f"teacher.model={teacher_name!r}"):
+            teacher_model = load_model(teacher_name, recipe.teacher.dtype)
+            teacher_model.to(args.device)  # type: ignore[arg-type]
     with _naming("student"):
         student = build_student(student_spec, teacher_model)
+        teacher_model = student if teacher_model is None else teacher_model
         transform, teacher_transform = _transforms(student, teacher_model, tokenizer)
-    with _naming("loss.top_k"):
-        top_k = recipe.loss.top_k if recipe.loss.estimator is None else None
-        teacher = LocalTeacher(teacher_model, teacher_transform, top_k, recipe.loss.temperature)
+    with _naming("loss"):
+        top_k = loss.top_k if loss.estimator is None else None
+        kind = OwnBase if own_base else LocalTeacher
+        teacher = kind(teacher_model, teacher_transform, top_k, loss.temperature)
     for name, model in (("teacher", teacher_model), ("student", student)):
         show(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters")
     sampling = {name: value for name, value in vars(recipe.rollout).items() if name != "lmbda"}
@@ -169,7 +176,7 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
             train_dataset=train,
             eval_dataset=heldout,
             processing_class=tokenizer,
-            loss=loss_function(recipe.loss),
+            loss=loss_function(loss),
             transform=transform,
             answer_regex=data.answer_regex,
             lmbda=recipe.rollout.lmbda,
@@ -187,8 +194,8 @@ def _checked_student(
         elif spec.config is not None:
             logit_transform(AutoConfig.for_model(**spec.config))
         elif spec.model is not None:
-            logit_transform(AutoConfig.from_pretrained(spec.model))
-            own_tokenizer = AutoTokenizer.from_pretrained(spec.model)
+            logit_transform(AutoConfig.from_pretrained(**located(spec.model)))
+            own_tokenizer = AutoTokenizer.from_pretrained(**located(spec.model))
             check_same_tokenizer(own_tokenizer, tokenizer)
             return own_tokenizer
     return tokenizer
