@@ -1,6 +1,7 @@
 """`potstill bench speed`: forward and backward of the loss against the ways of others, as ratios of one run.
 
-bfloat16, V = 151,936, K = 64. Every repetition runs all methods one after another on the same inputs, and a ratio is
+bfloat16, V = 151,936, K = 64; the fused head in float32 on a CPU without bfloat16 products, which torch falls back
+to plain loops for. Every repetition runs all methods one after another on the same inputs, and a ratio is
 the median over repetitions of (other / this library), so that a machine that changes speed changes both. Before
 anything is timed the gradient of every method passes the same check against float64; one that does not has no row.
 """
@@ -22,7 +23,7 @@ from potstill.core.teacher import TeacherTopK
 from potstill.core.tiles import LinearLogits
 
 VOCAB, TOP_K, HIDDEN = 151_936, 64, 1_024
-HEAD_ROWS = 512  # rows of the fused head; three products of them take half a minute where bfloat16 has no unit
+HEAD_ROWS = 512
 CHECKED_ROWS = 16
 
 Step = Callable[[], None]
@@ -75,11 +76,16 @@ def passes(loss: Callable[[Tensor, TeacherTopK], Tensor], logits: Tensor, teache
     return bool((error <= 2.0**-8 * exact.grad.abs() + 1e-9).all())
 
 
+def head_dtype() -> torch.dtype:
+    """bfloat16 where this CPU multiplies in it, else float32."""
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
 def head_steps(n_rows: int, vocab: int, hidden_size: int) -> dict[str, Step]:
-    """The fused head in both memory modes, and three plain bfloat16 products of its sizes."""
+    """The fused head in both memory modes, and three plain products of its sizes."""
     torch.manual_seed(0)
-    hidden = (0.5 * torch.randn(n_rows, hidden_size)).bfloat16().requires_grad_()
-    weight = (0.05 * torch.randn(vocab, hidden_size)).bfloat16().requires_grad_()
+    hidden = (0.5 * torch.randn(n_rows, hidden_size)).to(head_dtype()).requires_grad_()
+    weight = (0.05 * torch.randn(vocab, hidden_size)).to(head_dtype()).requires_grad_()
     with torch.no_grad():
         teacher = TeacherTopK.from_logits(LinearLogits(hidden + 0.3 * torch.randn_like(hidden), weight), TOP_K)
 
@@ -99,8 +105,8 @@ def head_steps(n_rows: int, vocab: int, hidden_size: int) -> dict[str, Step]:
 def scoring_steps(n_rows: int, vocab: int, hidden_size: int) -> dict[str, Step]:
     """from_logits of a LinearLogits, and one product with a plain top k."""
     torch.manual_seed(0)
-    hidden = (0.5 * torch.randn(n_rows, hidden_size)).bfloat16()
-    weight = (0.05 * torch.randn(vocab, hidden_size)).bfloat16()
+    hidden = (0.5 * torch.randn(n_rows, hidden_size)).to(head_dtype())
+    weight = (0.05 * torch.randn(vocab, hidden_size)).to(head_dtype())
     linear = LinearLogits(hidden, weight)
     return {
         "from_logits": lambda: void(TeacherTopK.from_logits(linear, TOP_K)),
@@ -163,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         {"": "recompute / three unchunked GEMMs", "ratio": ratio(times, "recompute", "three GEMMs")},
         {"": "from_logits / (GEMM + topk)", "ratio": ratio(scoring, "from_logits", "GEMM + topk")},
     ]
-    print("\nFused head\n")
+    print(f"\nFused head, {head_rows} rows, hidden size {hidden}, {str(head_dtype()).removeprefix('torch.')}\n")
     print(table(head))
     if arguments.json:
         write_json_lines(arguments.json, "speed", lines)

@@ -78,7 +78,7 @@ def _best_of_ranks(token_ids: Tensor, coarse: CoarseLogits, k: int, shard: Vocab
     sent = torch.cat([values, ids, coarse.rest.double().unsqueeze(1)], 1)
     values, ids, rests = torch.stack(gather(sent, shard), 1).split([k, k, 1], -1)  # [N, tp, ...]
     ids, order = ids.flatten(1).sort(1)
-    values, best = values.flatten(1).gather(1, order).sort(1, descending=True, stable=True)
+    values, best = values.flatten(1).gather(1, order).sort(dim=1, descending=True, stable=True)
     rest = logsumexp(torch.cat([values[:, k:], rests.squeeze(-1)], 1))
     dtype = coarse.rest.dtype
     return ids.gather(1, best[:, :k]).to(torch.int64), CoarseLogits(values[:, :k].to(dtype), rest.to(dtype))

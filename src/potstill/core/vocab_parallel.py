@@ -250,7 +250,7 @@ class _ToShards(torch.autograd.Function):
         if not shard.sequence_parallel:
             return hidden.view_as(hidden)
         whole = hidden.new_empty((shard.size * hidden.shape[0], *hidden.shape[1:]))
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=shard.group)
+        dist.all_gather(list(whole.chunk(shard.size)), hidden.contiguous(), group=shard.group)
         return whole
 
     @staticmethod
@@ -260,6 +260,7 @@ class _ToShards(torch.autograd.Function):
             total = upstream.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=shard.group)
             return total, None
-        part = upstream.new_empty((upstream.shape[0] // shard.size, *upstream.shape[1:]))
-        dist.reduce_scatter_tensor(part, upstream.contiguous(), group=shard.group)
-        return part, None
+        parts = list(upstream.contiguous().chunk(shard.size))
+        own = torch.empty_like(parts[shard.rank])
+        dist.reduce_scatter(own, parts, group=shard.group)
+        return own, None
