@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 from potstill.train.recipe import GGUF, PACKAGED, Lora, Student
 
@@ -34,12 +34,18 @@ def load_model(model: str, dtype: str) -> PreTrainedModel:
     Raises:
         OSError, ValueError, ImportError: it cannot be found or read.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(**located(model), dtype=dtype)
-    if model.endswith(GGUF):
-        # The weights were dequantised: what remembers the file's format would only keep them from being saved.
-        loaded.hf_quantizer = None  # type: ignore[assignment]
-        del loaded.config.quantization_config
-    return loaded
+    if not model.endswith(GGUF):
+        return AutoModelForCausalLM.from_pretrained(**located(model), dtype=dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        **located(model), dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+    )
+    # transformers neither trains nor saves what it knows as quantised: the same weights in a model of their own.
+    config = copy.deepcopy(loaded.config)
+    vars(config).pop("quantization_config", None)  # a file of floats has none
+    plain = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype)
+    plain.load_state_dict(loaded.state_dict())
+    plain.generation_config = loaded.generation_config
+    return plain
 
 
 def build_student(spec: Student, teacher: PreTrainedModel | None) -> PreTrainedModel:
