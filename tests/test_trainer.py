@@ -1,20 +1,27 @@
 """The trainer against dense PyTorch: losses, gradients, normalisation, resuming, measuring."""
 
 import json
+import math
+from collections import Counter
 from itertools import chain
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import integration_utils
 
 from potstill import LogitTransform
+from potstill.core import passes
 from potstill.rollouts.transformers import TransformersRollouts
 from potstill.teachers.local import LocalTeacher, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train import DistillationTrainer
 from potstill.train.heldout import extract_answer
 from potstill.train.losses import topk_loss
+from potstill.train.meter import StepMeter
 from train_fixtures import make_model, make_tokenizer
 
 PLAIN = LogitTransform()
@@ -310,3 +317,246 @@ def test_tokenizers_are_compared_by_their_ids():
         check_same_tokenizer(make_tokenizer(swapped), make_tokenizer(words))
     with pytest.raises(ValueError, match="token 'z' has id 22 in the student and None in the teacher"):
         check_same_tokenizer(make_tokenizer([*words, "z"]), make_tokenizer(words))
+
+
+OWN = [{**row, "completion_ids": [6, 7, 4 + i, 2]} for i, row in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 0.3, 1.0])
+def test_lmbda_is_the_share_of_rows_that_the_student_completes(tmp_path, lmbda):
+    sampled = []
+
+    def rollouts(model, rows, *, seed):
+        sampled.append(len(rows))
+        return [[5, 2] for _ in rows]
+
+    trainer = make_trainer(tmp_path, rollouts=rollouts, train_dataset=OWN, lmbda=lmbda, max_steps=25, logging_steps=25)
+    steps = []
+    complete = trainer._complete
+    trainer._complete = lambda rows: steps.append((rows, complete(rows))) or steps[-1][1]
+    trainer.train()
+    rows = [(row, text) for rows, texts in steps for row, text in zip(rows, texts, strict=True)]
+    own = [text == row["completion_ids"] for row, text in rows]
+    assert len(rows) == 200 and all(is_own or text == [5, 2] for is_own, (_, text) in zip(own, rows, strict=True))
+    assert own.count(False) == sum(sampled)
+    assert {0.0: sum(sampled) == 0, 0.3: 40 <= sum(sampled) <= 80, 1.0: sum(sampled) == 200}[lmbda]
+    (log,) = [log for log in trainer.state.log_history if "loss" in log]
+    assert log["on_policy_share"] == pytest.approx(sum(sampled) / 200)
+    assert log["mean_length"] == pytest.approx(2 * sum(sampled) / 200 + 4 * own.count(True) / 200)
+
+
+def test_rows_without_a_completion_are_refused_at_the_start(tmp_path):
+    rows = [*OWN[:3], {**ROWS[3], "completion_ids": None}, *OWN[4:]]
+    with pytest.raises(ValueError, match=r"lmbda is 0\.5, but row 3 of train_dataset has no completion of its own"):
+        make_trainer(tmp_path, train_dataset=rows, lmbda=0.5)
+    make_trainer(tmp_path, train_dataset=rows, lmbda=1.0)
+    with pytest.raises(ValueError, match=r"lmbda is 1\.5; expected a probability"):
+        make_trainer(tmp_path, lmbda=1.5)
+
+
+def poisoned_loss(steps, trainer_of, *, gradient_only=False):
+    """The loss, of which in these steps the second micro-batch's value or gradient alone is NaN."""
+    calls = Counter()
+
+    def loss(logits, batch, **options):
+        output = topk_loss(logits, batch, **options)
+        step = trainer_of[0].state.global_step + 1
+        calls[step] += 1
+        if step not in steps or calls[step] != 2:
+            return output
+        if gradient_only:  # the square root of 0 has an infinite slope, and 0 times that is NaN
+            return output._replace(loss=output.loss + (0 * output.loss).sqrt())
+        metrics = {name: value * torch.nan for name, value in output.metrics.items()}
+        return output._replace(loss=output.loss * torch.nan, metrics=metrics)
+
+    return loss
+
+
+class Weights(TrainerCallback):
+    def __init__(self):
+        self.after = []
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+        self.after.append([*[parameter.detach().clone() for parameter in model.parameters()], *moments])
+
+
+def equal(ours, theirs):
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, gradient_only, capsys):
+    trainer_of, weights = [], Weights()
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "optim": "adamw_torch"}
+    trainer = make_trainer(
+        tmp_path,
+        loss=poisoned_loss({2, 3}, trainer_of, gradient_only=gradient_only),
+        callbacks=[weights],
+        max_steps=5,
+        learning_rate=1e-2,
+        max_grad_norm=1.0,
+        **options,
+    )
+    trainer_of.append(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    one, two, three, four, five = weights.after
+    assert equal(one, two) and equal(two, three)  # neither weights nor the optimiser's state moved
+    assert not equal(three, four) and not equal(four, five)
+    assert all(parameter.isfinite().all() for parameter in five)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["skipped_steps"] for log in logs] == [0, 1, 1, 0, 0]
+    assert [math.isfinite(log["loss"]) for log in logs] == [True, False, False, True, True]
+    assert all(0 < logs[index]["student_mass"] < 1 for index in (0, 3, 4))
+    out = capsys.readouterr().out
+    what = "gradient" if gradient_only else "loss"
+    for step in (2, 3):
+        file = tmp_path / f"skipped-step-{step}-rank-0.pt"
+        assert f"step {step} skipped: its {what} is not finite; its micro-batches are in {file}" in out
+        batches = torch.load(file, weights_only=True)
+        assert len(batches) == 2 and batches[1]["teacher"]["log_probs"].shape == (*batches[1]["target_ids"].shape, 4)
+        assert batches[0]["input_ids"].shape == batches[0]["attention_mask"].shape
+
+
+def test_a_skipped_step_is_left_out_of_the_means_of_a_row(tmp_path):
+    def logged(folder, steps):
+        trainer_of = []
+        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
+        rollouts = lambda model, rows, *, seed: [[5, 6, 2] for _ in rows]  # noqa: E731
+        trainer = make_trainer(
+            folder, rollouts=rollouts, loss=poisoned_loss(steps, trainer_of), max_steps=3, logging_steps=3, **options
+        )
+        trainer_of.append(trainer)
+        trainer.train()
+        return next(log for log in trainer.state.log_history if "loss" in log)
+
+    clean, poisoned = logged(tmp_path / "clean", ()), logged(tmp_path / "poisoned", {2})
+    assert poisoned["skipped_steps"] == 1
+    for name in ("loss", "student_mass", "teacher_mass", "mean_length"):
+        assert poisoned[name] == pytest.approx(clean[name], rel=1e-5), name
+
+
+def test_training_ends_when_step_after_step_is_not_finite(tmp_path):
+    trainer_of = []
+    loss = poisoned_loss({2, 4, 5}, trainer_of)
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 9}
+    trainer_of.append(make_trainer(tmp_path, loss=loss, max_skipped_steps=2, **options))
+    with pytest.raises(
+        FloatingPointError, match=r"2 steps in a row, up to step 5, had a loss or gradient that is not"
+    ):
+        trainer_of[0].train()
+    assert trainer_of[0].state.global_step == 4
+    trainer_of[:] = [make_trainer(tmp_path, loss=poisoned_loss({2, 4, 5}, trainer_of), max_skipped_steps=3, **options)]
+    trainer_of[0].train()
+    assert trainer_of[0].state.global_step == 9
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device: reading a tensor's values, or a size that they decide."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        CountReads.count += any(name in str(function) for name in self.NAMES)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_once_per_step_and_never_in_compute_loss(tmp_path, monkeypatch):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+    trainer = make_trainer(tmp_path, model=make_model(), logging_steps=100, max_steps=3, **options)
+    trainer.model.set_attn_implementation("eager")  # transformers' sdpa path reads the padding mask, once or twice
+    monkeypatch.setattr(passes, "is_fake", lambda tensor: True)  # the path of devices, where reading means waiting
+    reads = {"training_step": [], "_clip_grad_norm": [], "_get_grad_norm": []}
+    to_list = torch.Tensor.tolist
+
+    def counted_to_list(tensor):  # this one reaches no dispatch mode
+        CountReads.count += 1
+        return to_list(tensor)
+
+    def counted(function, into):
+        def call(*args, **kwargs):
+            CountReads.count = 0
+            with CountReads():
+                result = function(*args, **kwargs)
+            into.append(CountReads.count)
+            return result
+
+        return call
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted_to_list)
+    for name, counts in reads.items():
+        setattr(trainer, name, counted(getattr(trainer, name), counts))
+    trainer.train()
+    # Forward, loss and backward; clipping; and the norm, after which all figures are read at once.
+    assert reads == {"training_step": [0] * 6, "_clip_grad_norm": [0] * 3, "_get_grad_norm": [1] * 3}
+
+
+def test_the_student_runs_forward_once_per_micro_batch(tmp_path):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3}
+    trainer = make_trainer(tmp_path, rollouts=lambda model, rows, *, seed: [[5, 6, 2] for _ in rows], **options)
+    forwards = []
+    trainer.student.model.model.register_forward_hook(lambda module, args, output: forwards.append(module.training))
+    trainer.train()
+    assert forwards == [True] * 6
+
+
+def test_evaluation_every_n_steps_reaches_metrics_callbacks_and_backends(tmp_path, monkeypatch):
+    class Backend(TrainerCallback):
+        rows: ClassVar[list] = []
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.rows.append((state.global_step, dict(logs)))
+
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "swanlab", Backend)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "report_to": ["swanlab"], "max_steps": 5}
+    make_trainer(tmp_path, eval_dataset=ROWS, **options).train()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if "eval_kl" in row]
+    assert [row["step"] for row in measured] == [2, 4, 5]  # and after the last step
+    for row in measured:
+        assert row["eval_entropy_gap"] == pytest.approx(row["eval_student_entropy"] - row["eval_teacher_entropy"])
+        assert row["eval_mean_length"] == row["eval_tokens"] / 8
+        assert 0 <= row["eval_truncated_share"] <= 1 and 0 <= row["eval_exact_match"] <= 1
+    reported = [(step, logs) for step, logs in Backend.rows if "eval_kl" in logs or "loss" in logs]
+    assert [step for step, _ in reported] == [1, 2, 2, 3, 4, 4, 5, 5]
+    parts = ("rollout_seconds", "teacher_seconds", "student_seconds", "loss_seconds")
+    assert all(logs[part] > 0 for _, logs in reported if "loss" in logs for part in parts)
+
+
+def test_evaluate_counts_lengths_and_truncation(tmp_path, monkeypatch):
+    texts = [[5, 2], [5, 6, 7, 8, 9, 4], [2], [5, 6, 7, 8, 9, 4], [6, 2], [6, 2], [6, 2], [6, 7, 8, 2]]
+    monkeypatch.setattr(TransformersRollouts, "__call__", lambda self, model, rows, *, seed: texts[: len(rows)])
+    metrics = make_trainer(tmp_path, eval_dataset=ROWS, per_device_eval_batch_size=8).evaluate()
+    assert metrics["eval_mean_length"] == 25 / 8 and metrics["eval_truncated_share"] == 2 / 8
+
+
+def test_times_elsewhere_than_on_a_cpu_come_from_events(monkeypatch):
+    class Event:
+        now = 0.0
+
+        def __init__(self, device, enable_timing):
+            assert device.type == "cuda" and enable_timing
+
+        def record(self):
+            Event.now += 250.0
+            self.at = Event.now
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    waits = []
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
+    meter = StepMeter(torch.device("cuda", 0))
+    meter.begin_step()
+    with meter.timed("rollout"):
+        pass
+    with meter.timed("loss"):
+        pass
+    assert waits == []
+    means = meter.means()
+    assert waits == [torch.device("cuda", 0)]
+    seconds = {part: means[f"{part}_seconds"] for part in ("rollout", "teacher", "student", "loss")}
+    assert seconds == {"rollout": 0.25, "teacher": 0.0, "student": 0.75, "loss": 0.25}

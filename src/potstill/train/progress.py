@@ -53,10 +53,8 @@ class ProgressLine(TrainerCallback):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"phase": self.phase, "step": state.global_step, **numbers}) + "\n")
         if "loss" in logs:
-            self.latest = (
-                f"loss {logs['loss']:.4f}  student mass {logs['student_mass']:.3f}  "
-                f"{logs['tokens_per_second']:,.0f} tok/s"
-            )
+            mass = f"student mass {logs['student_mass']:.3f}  " if "student_mass" in logs else ""
+            self.latest = f"loss {logs['loss']:.4f}  {mass}{logs['tokens_per_second']:,.0f} tok/s"
             self._show(state)
         elif "eval_kl" in logs:
             grade = f"  exact match {logs['eval_exact_match']:.1%}" if "eval_exact_match" in logs else ""

@@ -291,7 +291,7 @@ class DistillationTrainer(Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"skipped-step-{number}-rank-{self.args.process_index}.pt"
-        torch.save([{**batch, "teacher": batch["teacher"]._asdict()} for batch in self.micro_batches], file)
+        torch.save([{**batch, "teacher": vars(batch["teacher"])} for batch in self.micro_batches], file)
         what = "gradient" if math.isfinite(loss) else "loss"
         show(f"step {number} skipped: its {what} is not finite; its micro-batches are in {file}")
         if self.skipped_in_a_row == self.max_skipped_steps:
