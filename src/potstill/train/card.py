@@ -52,14 +52,20 @@ def model_card(recipe: Recipe, before: dict[str, float], after: dict[str, float]
         f"- `{name}`: {licence or 'not stated where it was loaded from; find out before you publish this model'}"
         for name, licence in licences.items()
     ]
+    if recipe.data.train != PACKAGED:
+        licence_lines.append(f"- the data, `{recipe.data.train}`: not known here; look it up where the data come from")
+    sampled = recipe.rollout.lmbda
+    source = "that the student sampled itself" if sampled == 1 else f"of which the student sampled {sampled:.0%}"
+    source = "of the data" if sampled == 0 else source
     results = f"## Results\n\n{comparison(before, after)}\n\n{_measured(recipe, after)}\n\n" if after else ""
     return (
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n"
         f"# {recipe.name}\n\n"
         f"Distilled from `{teacher}` with potstill {potstill.__version__}, on "
-        f"completions that the student sampled itself. {origin}\n\n"
+        f"completions {source}. {origin}\n\n"
         f"{results}"
-        "## Licence\n\nWeights distilled or copied from a model may be bound by its licence:\n\n"
+        "## Licence\n\nWeights that were distilled or copied from a model, or trained on data, may be bound by their "
+        "licences. Whoever publishes these has to check:\n\n"
         f"{chr(10).join(licence_lines)}\n\n"
         f"## Recipe\n\n```yaml\n{yaml.safe_dump(recipe.source, sort_keys=False, allow_unicode=True)}```\n"
     )

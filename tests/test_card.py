@@ -1,0 +1,49 @@
+"""The model card, and that uploading keeps it."""
+
+import pytest
+import transformers.trainer
+from huggingface_hub import ModelCard
+
+from potstill.train import load_recipe, run
+from potstill.train.card import model_card
+from train_fixtures import write_recipe
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    return write_recipe(tmp_path)
+
+
+def test_the_card_names_sources_and_licences_to_check(recipe_file):
+    metrics = {"eval_kl": 0.5, "eval_truncated_share": 0.25, "eval_mean_length": 9.5, "eval_tokens": 1200.0}
+    text = model_card(load_recipe(recipe_file), {}, metrics)
+    assert "on completions that the student sampled itself. The student started as a copy of the teacher" in text
+    assert "|        - |   0.5000 |" in text and "|        - |    25.0% |" in text and "1,200 tokens" in text
+    assert "Whoever publishes these has to check" in text
+    assert "teacher`: not stated where it was loaded from" in text
+    assert "- the data, `train.jsonl`: not known here" in text
+    assert "max_new_tokens: 5" in text  # the recipe
+    assert ModelCard(text).data.to_dict()["library_name"] == "transformers"
+    mixed = model_card(load_recipe(recipe_file, ["rollout.lmbda=0.25"]), {}, {})
+    assert "on completions of which the student sampled 25%" in mixed
+    assert "on completions of the data." in model_card(load_recipe(recipe_file, ["rollout.lmbda=0"]), {}, {})
+
+
+def test_push_to_hub_uploads_the_model_with_its_card(recipe_file, monkeypatch):
+    uploads = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            return type("Repo", (), {"repo_id": f"me/{name}"})()
+
+        def upload_folder(self, folder_path, **options):
+            files = {path.name for path in (recipe_file.parent / "out").iterdir()}
+            card = (recipe_file.parent / "out" / "README.md").read_text()
+            uploads.append((folder_path, options["repo_id"], files, card))
+
+    monkeypatch.setattr(transformers.trainer, "hf_api", Api)
+    result = run(load_recipe(recipe_file, ["training.push_to_hub=true", "training.hub_model_id=little"]))
+    ((folder, name, files, card),) = uploads
+    assert folder == str(result.folder) and name == "me/little"
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= files
+    assert f"{result.after['eval_kl']:.4f}" in card and "## Recipe" in card
