@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import potstill.train
 from potstill.cli import main
 from potstill.rollouts.transformers import TransformersRollouts
 from potstill.train.checkpoints import StopRequest, checkpoints_in, is_whole, newest_checkpoint
@@ -189,6 +190,15 @@ def test_resume_without_and_start_with_checkpoints_are_refused(tmp_path, capsys)
     assert (out / "model.safetensors").read_bytes() == weights and (out / "README.md").read_text() == table
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3]
+
+
+def test_steps_that_are_not_finite_end_the_command_with_code_1(tmp_path, monkeypatch, capsys):
+    def fail(recipe, *, resume):
+        raise FloatingPointError("3 steps in a row")
+
+    monkeypatch.setattr(potstill.train, "run", fail)
+    assert main(["train", str(write_recipe(tmp_path))]) == 1
+    assert capsys.readouterr().err == "potstill: 3 steps in a row\n"
 
 
 @pytest.mark.slow

@@ -75,7 +75,10 @@ def run(recipe: Recipe, *, resume: bool = False) -> RunResult:
     with trainer.stop:
         trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.stopped:
-        show(f"\nstopped after step {trainer.state.global_step}; to go on, give the same command with --resume")
+        trainer.accelerator.wait_for_everyone()  # each has a part of the checkpoint to write
+        whole = newest_checkpoint(folder, args.world_size)
+        then = "to go on, give the same command with --resume" if whole else "without an optimiser state to go on from"
+        show(f"\nstopped after step {trainer.state.global_step}; {then}")
         raise KeyboardInterrupt if trainer.stop.signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
     if trainer.eval_dataset is not None:
         after = _evaluation_at_end(trainer) or trainer.evaluate()

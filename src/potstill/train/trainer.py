@@ -76,7 +76,7 @@ class DistillationTrainer(Trainer):
         transform: the student's logit scale and softcap; None: from the table of model families.
         answer_regex: group 1 of its last match is the answer that `evaluate` compares. None: the whole text.
         lmbda: the probability that a row is completed by the student; else its own `completion_ids` are used.
-        max_skipped_steps: so many steps in a row may be skipped because loss or gradient is not finite.
+        max_skipped_steps: training ends when so many steps in a row were skipped, their loss or gradient not finite.
         phase: shown on the progress line and recorded in metrics.jsonl.
         callbacks: further callbacks.
 
@@ -297,8 +297,8 @@ class DistillationTrainer(Trainer):
         if self.skipped_in_a_row == self.max_skipped_steps:
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} steps in a row, up to step {number}, had a loss or gradient that is not "
-                f"finite. Their micro-batches are in {folder}/skipped-step-*.pt: look for NaN in their teacher rows. "
-                "If there is none, lower training.learning_rate, or train in bfloat16 or float32 instead of float16"
+                f"finite. Their micro-batches are in {folder}/skipped-step-*.pt. Lower training.learning_rate, set "
+                "training.max_grad_norm, or train in bfloat16 or float32 instead of float16"
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,6 +308,10 @@ class DistillationTrainer(Trainer):
             rows: Any = self.train_dataset
             self.watch.warn("random teacher", random_teacher(self.teacher, rows, self.tokenizer))
         return super().train(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.meter.end_step()  # writing it is no part of a step
+        super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's draft, unless the output folder has a card already: a recipe's says more."""
