@@ -96,7 +96,7 @@ def test_a_student_from_a_folder_and_without_heldout_prompts(recipe_file, tmp_pa
         ("student=/nowhere/at/all", "student: "),
         ("loss.top_k=23", "loss.top_k is 23; expected 1 to 22, the teacher's vocabulary"),
         ("data.max_prompt_tokens=2", "data.train: all 16 prompts have more than 2 tokens"),
-        ("training.eval_strategy=never", "training: "),
+        ("training.eval_strategy=never", "training.eval_strategy is 'never'; known: no, steps, epoch"),
     ],
 )
 def test_mistakes_are_one_message_and_exit_code_2(recipe_file, capsys, override, message):
@@ -121,6 +121,43 @@ def test_another_tokenizer_is_refused(recipe_file, tmp_path, capsys):
     make_tokenizer([*words[:4], words[5], words[4], *words[6:]]).save_pretrained(student)
     assert main(["train", str(recipe_file), f"student={student}"]) == 2
     assert "token 'a' has id 5 in the student and 4 in the teacher" in capsys.readouterr().err
+
+
+def test_dump_config_prints_the_whole_recipe_and_runs_nothing(recipe_file, capsys):
+    text = "  use_chunked_topk: false\n  loss_mode: forward_kl_topk\n  topk: 4\n"
+    recipe_file.write_text(recipe_file.read_text().replace("loss:\n  top_k: 4\n", "distillation_loss:\n" + text))
+    assert main(["train", str(recipe_file), "--dump-config", "training.max_steps=7"]) == 0
+    out = capsys.readouterr().out
+    assert "# use_chunked_topk: false has no effect" in out
+    assert "  tail: drop\n" in out and "  max_steps: 7\n" in out and "  max_prompt_tokens: 1024\n" in out
+    assert not (recipe_file.parent / "out").exists()
+    again = recipe_file.parent / "again.yaml"
+    again.write_text(out)
+    assert main(["train", "--dump-config", str(again)]) == 0
+    assert capsys.readouterr().out.splitlines() == [line for line in out.splitlines() if "use_chunked" not in line]
+    assert main(["train", str(recipe_file), "data.heldout=", "training.max_steps=1"]) == 0
+    assert capsys.readouterr().out.count("note: use_chunked_topk: false has no effect") == 1
+
+
+def test_a_wrong_call_says_usage(capsys):
+    for arguments, usage in (
+        ([], "potstill"),
+        (["train"], "potstill train"),
+        (["train", "r", "--reusme"], "potstill"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        assert f"usage: {usage} [-h]" in capsys.readouterr().err
+
+
+def test_losses_on_the_sampled_token_train(recipe_file):
+    options = ["training.max_steps=20", "training.per_device_train_batch_size=16", "training.learning_rate=5e-3"]
+    first, second = (
+        run(load_recipe(recipe_file, [*options, f"loss={loss}"]))
+        for loss in ("{estimator: k2}", "{estimator: k1, policy_gradient: true}")
+    )
+    assert first.after["eval_kl"] < 0.9 * first.before["eval_kl"]
+    assert first.after == second.after  # (log r)^2 / 2 differentiated, and -log r as a reward: the same gradient
 
 
 def test_version_and_help_are_light():

@@ -1,10 +1,23 @@
 """Recipes: every mistake is answered with file, key and remedy, before any model is loaded."""
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from potstill.train import load_recipe
-from potstill.train.recipe import Data, Loss, Recipe, Rollout, Student, Teacher, Warmup
+from potstill.train.recipe import (
+    Data,
+    Loss,
+    Recipe,
+    Rollout,
+    Source,
+    Student,
+    Teacher,
+    Warmup,
+    dump,
+    resolved_training,
+)
 from potstill.train.strict import RecipeError, parse_yaml
 from train_fixtures import write_recipe
 
@@ -51,6 +64,13 @@ def test_defaults_and_short_forms(tmp_path):
         ("training.max_stepz=4", r"unknown key training.max_stepz; did you mean training.max_steps\?"),
         ("rollout.zzz=4", "unknown key rollout.zzz; known: max_new_tokens, temperature, top_p"),
         ("training.max_steps=many", "training.max_steps is 'many'; expected int"),
+        ("training.optim=adamw_torhc", r"training.optim is 'adamw_torhc'; did you mean adamw_torch\?"),
+        ("training.lr_scheduler_type=cosin", r"training.lr_scheduler_type is 'cosin'; did you mean cosine\?"),
+        ("training.save_strategy=never", "training.save_strategy is 'never'; known: no, steps, epoch, best"),
+        (
+            "training.output_dir=/dev/null/out",
+            "training.output_dir is '/dev/null/out', but /dev/null is no folder that",
+        ),
         ("training.learning_rate=true", "training.learning_rate is True; expected float"),
         ("loss.top_k=4.5", r"loss.top_k is 4.5; expected int"),
         ("student.dtype=int8", "student.dtype is 'int8'; expected one of auto, float32, bfloat16, float16"),
@@ -88,6 +108,11 @@ def test_defaults_and_short_forms(tmp_path):
         ("loss={tail: renormalize, top_k: 1}", "loss: tail='renormalize' has no learning signal at K = 1"),
         ("loss={log_prob_min_clamp: -10}", "loss: log_prob_min_clamp only goes with"),
         ("data.train=x.jsonl", r"data.train: no file .*x.jsonl; paths are relative to the recipe's folder"),
+        ("data.train=x", r"data.train: no file .*x; paths are relative to the recipe's folder"),
+        ("data.train={path: a/b.parquet}", r"data.train: no file .*a/b.parquet; paths are"),
+        ("data.train={pth: a/b}", r"unknown key data.train.pth; did you mean data.train.path\?"),
+        ("data.train=3", "data.train is 3; expected text or a mapping"),
+        ("data.long_prompts=cut", "data.long_prompts is 'cut'; expected one of drop, truncate, refuse"),
         ("data.answer_regex=abc", "data.answer_regex 'abc' has no group"),
         ("data.answer_regex='('", "data.answer_regex .* is no regular expression"),
         ("training.fsdp=full_shard", "training.fsdp is not supported: start several processes with torchrun"),
@@ -103,6 +128,20 @@ def test_mistakes_are_named(recipe_file, override, message):
     recipe_file.write_text(yaml.safe_dump(source))
     with pytest.raises(RecipeError, match=rf"tiny\.yaml: .*{message}"):
         load_recipe(recipe_file, [override])
+
+
+def test_a_dump_loads_again_to_the_same_recipe(recipe_file):
+    overrides = ["loss={estimator: k2, loss_max_clamp: 1e-5}", "data.heldout={path: a/b, name: '1e-4', split: no}"]
+    recipe = load_recipe(recipe_file, [*overrides, "training.learning_rate=1e-5", "data.answer_regex='(\\d+)'"])
+    again = recipe_file.parent / "again.yaml"
+    again.write_text(dump(recipe))
+    loaded = load_recipe(again)
+    assert loaded == replace(recipe, name="again", training=resolved_training(recipe))
+    assert dump(loaded) == dump(recipe)
+    assert loaded.data.heldout == Source("a/b", "1e-4", "no")
+    sections = yaml.safe_load(dump(recipe))
+    assert sections["loss"]["temperature"] == 1.0 and sections["rollout"]["top_p"] == 1.0
+    assert sections["training"]["logging_steps"] == 10
 
 
 def test_files_that_are_no_recipe(tmp_path):

@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     train.add_argument(
         "--resume", action="store_true", help="go on from the newest whole checkpoint in the output folder"
     )
+    train.add_argument(
+        "--dump-config", action="store_true", help="print the recipe with its defaults filled in, and stop"
+    )
     train.set_defaults(run=_train)
     plan = commands.add_parser(
         "plan",
@@ -46,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("benchmark", choices=("exactness", "memory", "speed"))
     bench.add_argument("options", nargs=argparse.REMAINDER, help="see potstill bench BENCHMARK --help")
     bench.set_defaults(run=_bench)
-    arguments = parser.parse_args(argv)
+    # argparse takes no positionals after an option that followed some: overrides may stand on both sides of it.
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (arguments.run is not _train or any(argument.startswith("-") for argument in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides = [*getattr(arguments, "overrides", []), *rest]
     try:
         return arguments.run(arguments)
     except KeyboardInterrupt:
@@ -59,12 +66,17 @@ def _train(arguments: argparse.Namespace) -> int:
         from transformers.utils import logging
 
         from potstill.train import RecipeError, load_recipe, run
+        from potstill.train.recipe import dump
     except ModuleNotFoundError as error:
         return _refuse(f"{error.name} is not installed; `potstill train` needs: pip install 'potstill[train]'")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        run(load_recipe(arguments.recipe, arguments.overrides), resume=arguments.resume)
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        if arguments.dump_config:
+            print(dump(recipe), end="")
+        else:
+            run(recipe, resume=arguments.resume)
     except RecipeError as error:
         return _refuse(str(error))
     except FloatingPointError as error:

@@ -3,10 +3,12 @@
 One dataclass per section; `training` holds any field of transformers' TrainingArguments.
 """
 
+import os
 import re
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ import torch
 
 from potstill import DIVERGENCES, TAILS, TeacherTopK
 from potstill.core.sampled import ESTIMATORS
-from potstill.train.strict import RecipeError, build, check_known, expect, nearest, parse_yaml
+from potstill.train.strict import RecipeError, build, check_known, expect, nearest, parse_yaml, to_yaml
 from potstill.train.verl_names import loss_section
 
 PACKAGED = "potstill:arithmetic"
@@ -221,7 +223,7 @@ class Recipe:
     """A checked recipe.
 
     Attributes:
-        max_skipped_steps: so many steps in a row may be skipped because loss or gradient is not finite.
+        max_skipped_steps: training ends when so many steps in a row were skipped, their loss or gradient not finite.
         name: of the file, and by default of the folder under `runs/`.
         folder: where relative data files are looked for.
         source: the mapping that it was made from, overrides included.
@@ -284,6 +286,24 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
     return recipe
+
+
+def resolved_training(recipe: Recipe) -> dict[str, Any]:
+    """The fields of TrainingArguments that a run sets: the recipe's, and our defaults for others."""
+    return {"output_dir": f"runs/{recipe.name}", **TRAINING_DEFAULTS, **recipe.training}
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every default filled in, which loads again to the same run.
+
+    Data files stay relative to the recipe's folder; what transformers' TrainingArguments has as its own default is
+    left to it.
+    """
+    sections = asdict(recipe) | {"training": resolved_training(recipe)}
+    for name in ("name", "folder", "source", "notes"):  # loading sets them
+        del sections[name]
+    comments = [f"data files are looked for in {recipe.folder.resolve()}", *recipe.notes]
+    return "".join(f"# {comment}\n" for comment in comments) + to_yaml(sections)
 
 
 def _apply_override(source: dict[str, Any], override: str) -> None:
@@ -364,7 +384,7 @@ def _check(recipe: Recipe) -> None:
     _check_loss(recipe.loss, rollout)
     if student.config is not None:
         _check_student_config(student.config)
-    _check_training(recipe.training)
+    _check_training(resolved_training(recipe))
 
 
 def _check_loss(loss: Loss, rollout: Rollout) -> None:
@@ -430,3 +450,13 @@ def _check_training(training: dict[str, Any]) -> None:
         expect(value, hints[key], f"training.{key}")
         if key in REFUSED_TRAINING and value:
             raise RecipeError(f"training.{key} is not supported: {REFUSED_TRAINING[key]}")
+        for hint in (hints[key], *typing.get_args(hints[key])):
+            choices: list[str] = [option.value for option in hint] if isinstance(hint, EnumMeta) else []  # type: ignore
+            if choices and isinstance(value, str) and value not in choices:
+                raise RecipeError(f"training.{key} is {value!r}; {nearest(value, choices)}")
+    folder = Path(training.get("output_dir") or ".").absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise RecipeError(
+            f"training.output_dir is {str(folder)!r}, but {existing} is no folder that can be written to"
+        )

@@ -28,7 +28,7 @@ from potstill.train.families import logit_transform
 from potstill.train.losses import loss_function
 from potstill.train.models import build_student, kept_layers, load_model, located
 from potstill.train.progress import METRICS_FILE, show
-from potstill.train.recipe import PACKAGED, TRAINING_DEFAULTS, Recipe, Source, Student
+from potstill.train.recipe import PACKAGED, Recipe, Source, Student, resolved_training
 from potstill.train.strict import RecipeError
 from potstill.train.trainer import DistillationTrainer
 
@@ -127,9 +127,7 @@ def training_arguments(recipe: Recipe, **changes: Any) -> TrainingArguments:
         RecipeError: transformers refuses them.
     """
     with _naming("training"):
-        return TrainingArguments(
-            **{"output_dir": f"runs/{recipe.name}", **TRAINING_DEFAULTS, **recipe.training, **changes}
-        )
+        return TrainingArguments(**{**resolved_training(recipe), **changes})
 
 
 def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTrainer:

@@ -32,6 +32,11 @@ def parse_yaml(text: str) -> Any:
         raise RecipeError(f"not valid YAML: {error}") from None
 
 
+def to_yaml(value: Any) -> str:
+    """Write what parse_yaml reads as the same value, keys in their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def build(cls: type[T], values: dict[str, Any], prefix: str = "", **extra: Any) -> T:
     """Make the dataclass `cls` from a mapping, nested dataclasses included.
 
@@ -119,6 +124,10 @@ def _spell(hint: Any) -> str:
     return {dict: "a mapping", str: "text", bool: "true or false"}.get(origin or hint, hint.__name__)
 
 
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -146,3 +155,6 @@ for _tag, _pattern, _first in (
     ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$", re.I), list(_first))
+_Dumper.yaml_implicit_resolvers = (
+    _Loader.yaml_implicit_resolvers
+)  # so that it quotes what would be read as another type
