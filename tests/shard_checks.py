@@ -19,9 +19,11 @@ from potstill import (
     TAILS,
     LinearLogits,
     LogitTransform,
+    SampledTargets,
     TeacherTopK,
     VocabShard,
     coarse_logits,
+    full_vocab_distillation_loss,
     student_topk,
     topk_distillation_loss,
 )
@@ -98,7 +100,7 @@ def check_every_tail_and_form(shard):
                 for divergence in ("forward_kl", "reverse_kl", "jsd"):
                     x.compare(
                         form,
-                        functools.partial(topk_distillation_loss) if form == "logits" else topk_distillation_loss,
+                        topk_distillation_loss,
                         shard,
                         f"K={k} {form} {tail} {divergence}",
                         teacher=x.teacher,
@@ -235,6 +237,55 @@ def check_top_k_and_ties(shard):
         same(got, want, "linear")
 
 
+def check_sampled_targets(shard):
+    x = Inputs()
+    z = x.teacher_logits * 2
+    z[0, 1, 3:] = -INF  # fewer ids than slots
+    for k, options in ((K, {}), (K, {"method": "top_h", "top_h": 2}), (K, {"method": "random"}), (V, {}), (1, {})):
+        for seed in range(5):
+            draw = functools.partial(SampledTargets.from_logits, k=k, temperature=1.2, **options)
+            # Only the first rank's random numbers count.
+            got = draw(z[..., shard.start : shard.stop], shard=shard, generator=generator(seed + 100 * shard.rank))
+            want = draw(z, generator=generator(seed))
+            same(got.token_ids, want.token_ids, f"{k} {options}")
+            same(got.weights, want.weights, f"{k} {options}")
+    targets = SampledTargets.from_logits(z, K, generator=generator(0))
+    for form in FORMS:
+        x.compare(form, topk_distillation_loss, shard, form, teacher=targets)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def check_full_vocabulary(shard):
+    x = Inputs()
+    x.hidden[0, 2], x.teacher_logits[0, 2] = float("nan"), float("nan")  # not scored
+    teacher_hidden, teacher_weight = torch.randn(2, 3, 7, dtype=torch.float64), torch.randn(V, 7, dtype=torch.float64)
+    cut = slice(shard.start, shard.stop)
+    for form in ("logits", "linear"):
+        for options in (
+            {},
+            {"divergence": "reverse_kl"},
+            {"divergence": "jsd", "beta": 0.3, "chunk_size": 2},
+            {"divergence": "total_variation", "temperature": 1.5, "temperature_squared": True},
+            {"k": 3, "shape_weight": 0.4},
+            {"student_transform": LogitTransform(softcap=3.0), "teacher_transform": LogitTransform(scale=0.5)},
+            {"student_transform": LogitTransform(vocab_size=10), "teacher_transform": LogitTransform(vocab_size=10)},
+        ):
+            for linear_teacher in (False, True):
+
+                def call(student, shard=None, linear=linear_teacher, **options):
+                    rows = slice(None) if shard is None else cut
+                    teacher = x.teacher_logits[..., rows]
+                    if linear:
+                        teacher = LinearLogits(teacher_hidden, teacher_weight[rows])
+                    return full_vocab_distillation_loss(student, teacher, shard=shard, **options)
+
+                given = {"mask": x.mask, "token_weights": x.token_weights, **options}
+                x.compare(form, call, shard, f"{form} {options} {linear_teacher}", **given)
+
+
 @contextmanager
 def counted():
     """Names and numbers of elements of the collectives within."""
@@ -279,6 +330,11 @@ def check_collectives(shard):
     with counted() as calls:
         topk_distillation_loss(x.leaves("logits", shard)[0], x.teacher, shard=shard, diagnostics=True)
     assert calls == [*reduced, ("all_gather", N * (2 * K + 1))], calls
+    (z,) = x.leaves("logits", shard)
+    with counted() as calls:
+        teacher_logits = x.teacher_logits[..., shard.start : shard.stop]
+        full_vocab_distillation_loss(z, teacher_logits, shard=shard).loss.backward()
+    assert calls == [("all_gather", 2 * N), ("all_reduce", 2 * N)], calls
     with counted() as calls:
         VocabShard.even(V, dist.group.WORLD)
     assert calls == []

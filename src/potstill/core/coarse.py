@@ -24,6 +24,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from potstill.core.checks import check_choice, check_reusable, check_token_ids, refuse_double_backward
+from potstill.core.entry import enter
 from potstill.core.kernel_choice import use_compiled
 from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import gradient, join, linear_gradients, statistics
@@ -38,7 +39,7 @@ from potstill.core.tiles import (
     vocab_width,
 )
 from potstill.core.transform import LogitTransform
-from potstill.core.vocab_parallel import VocabShard, combine, enter
+from potstill.core.vocab_parallel import VocabShard, combine
 
 
 class CoarseLogits(NamedTuple):
@@ -75,6 +76,11 @@ class CoarseLogits(NamedTuple):
         """The same with every number of a row [...] changed, and the selected ones as they are."""
         rest_mean, rest_error = (None if x is None else change(x) for x in (self.rest_mean, self.rest_error))
         return CoarseLogits(self.selected, change(self.rest), rest_mean, rest_error)
+
+    def scored(self, mask: Tensor) -> "CoarseLogits":
+        """With zeros in the rows that mask [...] leaves out, which may hold NaN: their gradient is exactly 0."""
+        others = self.map_rows(lambda x: torch.where(mask, x, 0.0))
+        return others._replace(selected=torch.where(mask.unsqueeze(-1), self.selected, 0.0))
 
     def joined(self, token_ids: Tensor, shard: VocabShard | None) -> "CoarseLogits":
         """Those of the whole vocabulary, from every rank's own at the global ids; the same without a shard."""
@@ -193,7 +199,7 @@ def coarse_of(
             from potstill.core.operators import coarse_op
 
             first, weight, bias = (*parts, None, None)[:3]
-            settings = (reader.transform.scale, reader.transform.softcap, *reader[1:5])
+            settings = (reader.transform.scale, reader.transform.softcap, *reader[1:6])
             outputs = coarse_op(first, weight, bias, ids, entropy, *settings)
         else:
             if ids.is_inference() and not torch.is_inference_mode_enabled():

@@ -8,39 +8,26 @@ its gradients in forward (three GEMMs, one more for a LinearLogits teacher; see 
 Hidden states and a head are thus the smallest exact payload of a teacher: H numbers a row.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from potstill.core.checks import check_logits, refuse_double_backward
-from potstill.core.divergences import DIVERGENCES, check_divergence
+from potstill.core.checks import refuse_double_backward
+from potstill.core.divergences import check_divergence
+from potstill.core.entry import enter
+from potstill.core.full_vocab_parallel import bucket_over_shards, full_vocab_over_shards
 from potstill.core.losses import DistillationOutput
 from potstill.core.metrics import summarise_losses
-from potstill.core.numerics import compute_dtype, logsumexp
+from potstill.core.numerics import compute_dtype
 from potstill.core.operators import outside_graph
-from potstill.core.passes import zero_rows_
+from potstill.core.pairs import Pairs, RowLoss
 from potstill.core.rows import RowWeights
 from potstill.core.single_pass import LinearGradients, Needs, needs_gradient, single_pass
-from potstill.core.tiles import (
-    LinearLogits,
-    Logits,
-    RawRows,
-    TileReader,
-    chunk_bounds,
-    first_part,
-    from_parts,
-    parts_of,
-    read_as,
-    row_shape,
-)
-from potstill.core.topk import tile_top_ids
+from potstill.core.tiles import LinearLogits, first_part, from_parts, parts_of, read_as, row_shape
 from potstill.core.transform import LogitTransform
+from potstill.core.vocab_parallel import VocabShard
 
 
 def full_vocab_distillation_loss(
@@ -57,6 +44,7 @@ def full_vocab_distillation_loss(
     temperature_squared: bool = False,
     student_transform: LogitTransform | None = None,
     teacher_transform: LogitTransform | None = None,
+    shard: VocabShard | None = None,
     chunk_size: int | None = None,
     **divergence_options: float,
 ) -> DistillationOutput:
@@ -79,6 +67,8 @@ def full_vocab_distillation_loss(
         temperature_squared: multiply per_token by temperature ** 2.
         student_transform: the student's own scale, softcap and padded vocabulary.
         teacher_transform: the teacher's.
+        shard: the ids that this rank's logits (or weights) of both sides are of. Two collectives in forward, of 2
+            numbers a row each; for LinearLogits one of hidden's gradient in backward.
         chunk_size: exact upper bound on the rows of a full-width tile.
         **divergence_options: the divergence's own, e.g. beta for jsd.
 
@@ -92,19 +82,26 @@ def full_vocab_distillation_loss(
         TypeError: for a float mask, or what is no logits.
         ValueError: for rows or vocabularies that do not match, unknown names or options, k or shape_weight alone.
     """
-    student, teacher = check_logits(student, "student"), check_logits(teacher, "teacher")
     check_divergence(divergence, divergence_options)
+    student, own = enter(student, shard, "student")
+    teacher, _ = enter(from_parts([x if x is None else x.detach() for x in parts_of(teacher)]), shard, "teacher")
     pairs = Pairs(
         student,
-        from_parts([part if part is None else part.detach() for part in parts_of(teacher)]),
-        read_as(student, student_transform, temperature, chunk_size),
-        read_as(teacher, teacher_transform, temperature, chunk_size),
+        teacher,
+        read_as(student, student_transform, temperature, chunk_size, own),
+        read_as(teacher, teacher_transform, temperature, chunk_size, own),
     )
     _check(pairs, divergence, k, shape_weight)
     row_loss = RowLoss(divergence, divergence_options, k, shape_weight, temperature**2 if temperature_squared else 1.0)
     shape, first = row_shape(student), first_part(student)
     weights = RowWeights.of(shape, mask, token_weights, num_tokens, compute_dtype(first.dtype), first.device)
-    if isinstance(student, LinearLogits) and needs_gradient(student):
+    if own is not None:
+        per_token = full_vocab_over_shards(pairs, row_loss, weights.mask, own)
+        if k is not None and shape_weight is not None:
+            bucket = bucket_over_shards(pairs, row_loss, weights.mask, k, own)
+            per_token = bucket + shape_weight * (per_token - bucket)
+        loss = weights.total(per_token)
+    elif isinstance(student, LinearLogits) and needs_gradient(student):
         form = partial(form_full, pairs=pairs, row_loss=row_loss, mask=weights.mask)
         loss, (per_token,) = single_pass(form, student, weights)
     else:
@@ -116,80 +113,6 @@ def full_vocab_distillation_loss(
                 per_token = outside_graph(_FullVocab.apply, *given)
         loss = weights.total(per_token)
     return DistillationOutput(loss, per_token.view(shape), summarise_losses(per_token, per_token, weights))
-
-
-@dataclass(frozen=True)
-class RowLoss:
-    """The loss of the rows of a tile [C, V] of student and teacher logits: ordinary, differentiable PyTorch."""
-
-    divergence: str
-    options: dict[str, float]
-    k: int | None
-    shape_weight: float | None
-    scale: float
-
-    def __call__(self, student_z: Tensor, teacher_z: Tensor, mask: Tensor) -> Tensor:
-        """per_token [C], 0 at unscored rows."""
-        unscored = ~mask[:, None]
-        # Unscored rows may hold NaN; replaced before any arithmetic, their gradient is exactly 0.
-        teacher_z = teacher_z.masked_fill(unscored, 0.0)
-        student, teacher = student_z.masked_fill(unscored, 0.0).log_softmax(1), teacher_z.log_softmax(1)
-        terms = DIVERGENCES[self.divergence].terms
-        value = terms(student, teacher, **self.options).sum(1)
-        if self.k is not None and self.shape_weight is not None:
-            # The full KL is the bucket loss plus p_tail times the KL of the tails' shapes.
-            token_ids = tile_top_ids(teacher_z, self.k)
-            bucket = terms(fold(student, token_ids), fold(teacher, token_ids), **self.options).sum(1)
-            value = bucket + self.shape_weight * (value - bucket)
-        return torch.where(mask, value * self.scale, 0.0)
-
-
-def fold(log_probs: Float[Tensor, "rows V"], token_ids: Tensor) -> Float[Tensor, "rows categories"]:
-    """Log-probabilities of the ids [C, K] and, last, of anything else."""
-    rest = logsumexp(log_probs.scatter(1, token_ids, -torch.inf))
-    return torch.cat([log_probs.gather(1, token_ids), rest[:, None]], 1)
-
-
-class Pairs(NamedTuple):
-    """Student and teacher, read side by side in tiles of the same rows."""
-
-    student: Logits
-    teacher: Logits
-    student_reader: TileReader
-    teacher_reader: TileReader
-
-    def pieces(self) -> Iterator[tuple[slice, list[Tensor], list[Tensor]]]:
-        """Yield (rows, raw student, raw teacher) as row blocks; each LinearLogits side is multiplied there."""
-        n_rows = math.prod(row_shape(self.student))
-        sides = ((self.student, self.student_reader), (self.teacher, self.teacher_reader))
-        size = min([n_rows, *(reader.product_rows(x) for x, reader in sides if isinstance(x, LinearLogits))])
-        student, teacher = (RawRows(x, reader.width) for x, reader in sides)
-        for start, stop in chunk_bounds(n_rows, max(size, 1)):
-            yield slice(start, stop), student(start, stop), teacher(start, stop)
-
-    def tiles(self, student: list[Tensor], teacher: list[Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (rows within the piece, student z, teacher z), both [C, V] in the student's compute dtype."""
-        width, dtype = self.student_reader.width, compute_dtype(student[0].dtype)
-        student_tiles = self.student_reader.tiles(student, dtype=dtype)
-        teacher_tiles = self.teacher_reader.tiles(teacher, dtype=dtype)
-        for (start, stop, student_z), (_, _, teacher_z) in zip(student_tiles, teacher_tiles, strict=True):
-            yield slice(start, stop), student_z[:, :width], teacher_z[:, :width]
-
-    def gradients(
-        self, student: list[Tensor], teacher: list[Tensor], row_loss: "RowLoss", mask: Tensor, upstream: Tensor
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (rows, per_token, gradient of sum(upstream * per_token) by the raw student [C, V]), tile by tile."""
-        reader = self.student_reader
-        for rows, student_z, teacher_z in self.tiles(student, teacher):
-            slope = reader.transform.derivative(student_z, reader.temperature)
-            with torch.enable_grad():
-                z = student_z.detach().requires_grad_()
-                per_token = row_loss(z, teacher_z, mask[rows])
-            (d_z,) = torch.autograd.grad(per_token, z, upstream[rows])
-            # A NaN in an unscored row survives the slope of a softcap, so its zeros come last.
-            idle = (upstream[rows] == 0) | ~mask[rows]
-            zero_rows_(d_z.mul_(slope), idle)
-            yield rows, per_token.detach(), d_z
 
 
 @torch.no_grad()
@@ -252,7 +175,7 @@ def _check(pairs: Pairs, divergence: str, k: int | None, shape_weight: float | N
             f"the teacher has rows {list(row_shape(pairs.teacher))} but the student has rows "
             f"{list(row_shape(pairs.student))}; row n of both must describe the same prediction"
         )
-    real = pairs.student_reader.width, pairs.teacher_reader.width
+    real = pairs.student_reader.real, pairs.teacher_reader.real
     if real[0] != real[1]:
         raise ValueError(
             f"student and teacher have {real[0]} and {real[1]} real tokens; say which are real in both with "

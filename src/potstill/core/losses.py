@@ -11,6 +11,7 @@ from torch import Tensor
 
 from potstill.core.checks import check_choice, check_reusable
 from potstill.core.coarse import coarse_of
+from potstill.core.entry import enter
 from potstill.core.kernel_choice import use_compiled
 from potstill.core.metrics import RowNumbers, overlap, summarise
 from potstill.core.numerics import compute_dtype
@@ -21,7 +22,7 @@ from potstill.core.teacher import SampledTargets, TeacherTopK
 from potstill.core.tiles import LinearLogits, first_part, read_as, row_shape, vocab_width
 from potstill.core.topk import top_coarse
 from potstill.core.transform import LogitTransform
-from potstill.core.vocab_parallel import VocabShard, enter
+from potstill.core.vocab_parallel import VocabShard
 
 
 class DistillationOutput(NamedTuple):
@@ -154,7 +155,7 @@ def topk_distillation_loss(
         }
     k = target.token_ids.shape[1]
     if diagnostics and k:
-        top = min(k, vocab_size if transform is None else transform.vocab_size or vocab_size)
+        top = min(k, reader.real)
         student_ids, _ = top_coarse(logits, top, reader._replace(temperature=1.0, fused=False), shard)
         student_ids = student_ids.reshape(len(target.token_ids), top)
         log_probs = None if objective.sampled else target.values

@@ -95,9 +95,7 @@ class Objective:
     def score(self, coarse: CoarseLogits, rows: slice, *, target: TeacherRows, mask: Tensor) -> RowNumbers:
         """The numbers of the given rows from their coarse logits [C, K + 1]."""
         mask, target = mask[rows], TeacherRows(*(x[rows] for x in target))
-        # Unscored rows may hold NaN; replaced before any arithmetic, their gradient is exactly 0.
-        coarse = coarse.map_rows(lambda x: torch.where(mask, x, 0.0))
-        coarse = coarse._replace(selected=torch.where(mask[:, None], coarse.selected, 0.0))
+        coarse = coarse.scored(mask)
         student = coarse.all_log_probs  # [C, K + 1]
         probs = student.detach().exp()
         below = mask.new_zeros(())

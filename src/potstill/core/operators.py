@@ -35,10 +35,11 @@ def coarse_op(
     temperature: float,
     width: int,
     chunk_size: int | None,
+    real: int,
     fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """selected, total, shift and rest_mean; the arguments spell out a LinearLogits (or logits) and a TileReader."""
-    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, fused)
+    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, real, fused)
     return coarse_forward(_parts(first, weight, bias), token_ids, reader, entropy)
 
 
@@ -60,11 +61,12 @@ def coarse_backward_op(
     temperature: float,
     width: int,
     chunk_size: int | None,
+    real: int,
     fused: bool,
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients that are needed, in the order of the parts."""
-    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, fused)
+    reader = TileReader(LogitTransform(scale, softcap), temperature, width, chunk_size, real, fused)
     upstream, numbers = (d_selected, d_total, d_rest_mean), (shift, total, rest_mean)
     parts = _parts(first, weight, bias)
     grads = coarse_backward(parts, token_ids, reader, entropy, numbers, upstream, needs[: len(parts)])

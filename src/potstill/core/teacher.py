@@ -15,12 +15,13 @@ from torch import Tensor
 
 from potstill.core.checks import refuse_where
 from potstill.core.coarse import coarse_logits
+from potstill.core.entry import enter
 from potstill.core.numerics import INF, compute_dtype
 from potstill.core.targets import sample_targets
 from potstill.core.tiles import LinearLogits, read_as
 from potstill.core.topk import top_coarse
 from potstill.core.transform import LogitTransform
-from potstill.core.vocab_parallel import VocabShard, enter
+from potstill.core.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +162,7 @@ class SampledTargets:
         generator: torch.Generator | None = None,
         temperature: float = 1.0,
         transform: LogitTransform | None = None,
+        shard: VocabShard | None = None,
         chunk_size: int | None = None,
     ) -> "SampledTargets":
         """K weighted ids of each row, random, with the teacher's distribution as their mean. No gradient.
@@ -176,6 +178,8 @@ class SampledTargets:
                 for a CPU generator, on any device.
             temperature: divides the logits.
             transform: the model's own scale, softcap and padded vocabulary.
+            shard: the ids that this rank's logits (or weight) are of. Every rank gets the same rows, drawn with the
+                random numbers of the group's first rank.
             chunk_size: upper bound on the rows of a full-width tile.
 
         Returns:
@@ -194,6 +198,7 @@ class SampledTargets:
             generator=generator,
             temperature=temperature,
             transform=transform,
+            shard=shard,
             chunk_size=chunk_size,
         )
         return cls(token_ids, weights, temperature)

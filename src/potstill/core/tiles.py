@@ -127,6 +127,7 @@ class TileReader(NamedTuple):
     temperature: float
     width: int
     chunk_size: int | None
+    real: int = 0  # columns over all ranks, padding left out
     fused: bool = False  # use the compiled bodies where they apply
     widest: int | None = (
         None  # the width that rows are budgeted for: of a shard's widest rank, so that ranks cut alike
@@ -247,5 +248,6 @@ def read_as(
     width = vocab_width(logits) if shard is None else shard.vocab_size
     if transform.vocab_size is not None and transform.vocab_size > width:
         raise ValueError(f"transform.vocab_size is {transform.vocab_size} but the logits have only {width} columns")
-    reader = TileReader(transform, float(temperature), transform.vocab_size or width, chunk_size)
-    return reader if shard is None else reader._replace(width=shard.real(reader.width), widest=shard.largest)
+    real = transform.vocab_size or width
+    reader = TileReader(transform, float(temperature), real, chunk_size, real)
+    return reader if shard is None else reader._replace(width=shard.real(real), widest=shard.largest)

@@ -7,11 +7,12 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from potstill.core.coarse import CoarseLogits
+from potstill.core.entry import enter
 from potstill.core.numerics import INF, logsumexp
 from potstill.core.passes import join, statistics
 from potstill.core.tiles import LinearLogits, Logits, TileReader, read_as, row_shape
 from potstill.core.transform import LogitTransform
-from potstill.core.vocab_parallel import VocabShard, enter, gather
+from potstill.core.vocab_parallel import VocabShard, gather
 
 
 def student_topk(
@@ -53,9 +54,8 @@ def top_coarse(
     Over vocabulary shards every rank takes its own top k, and one all-gather of 2 k + 1 numbers a row lets all find
     the top k of these. What a rank's others were, and the candidates that were not taken, add up to the rest.
     """
-    real = reader.width if shard is None else reader.transform.vocab_size or shard.vocab_size
-    if not 1 <= k <= real:
-        raise ValueError(f"k must be between 1 and the {real} real tokens of the vocabulary, got {k}")
+    if not 1 <= k <= reader.real:
+        raise ValueError(f"k must be between 1 and the {reader.real} real tokens of the vocabulary, got {k}")
     own = min(k, reader.width)
     pieces = []
     for _, _, raw in reader.products(logits):
