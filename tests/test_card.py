@@ -29,6 +29,14 @@ def test_the_card_names_sources_and_licences_to_check(recipe_file):
     assert "on completions of the data." in model_card(load_recipe(recipe_file, ["rollout.lmbda=0"]), {}, {})
 
 
+def test_the_card_of_an_adapter_is_ours(recipe_file):
+    teacher = recipe_file.parent / "teacher"
+    options = ["data.heldout=", "training.max_steps=1", f"student={{model: {teacher}, lora: {{r: 2}}}}"]
+    folder = run(load_recipe(recipe_file, [*options, f"teacher={teacher}"])).folder
+    data = ModelCard.load(folder / "README.md").data
+    assert data.library_name == "peft" and data.tags == ["potstill", "distillation"]
+
+
 def test_push_to_hub_uploads_the_model_with_its_card(recipe_file, monkeypatch):
     uploads = []
 
@@ -44,6 +52,7 @@ def test_push_to_hub_uploads_the_model_with_its_card(recipe_file, monkeypatch):
     monkeypatch.setattr(transformers.trainer, "hf_api", Api)
     result = run(load_recipe(recipe_file, ["training.push_to_hub=true", "training.hub_model_id=little"]))
     ((folder, name, files, card),) = uploads
+    assert card == (result.folder / "README.md").read_text()
     assert folder == str(result.folder) and name == "me/little"
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= files
     assert f"{result.after['eval_kl']:.4f}" in card and "## Recipe" in card

@@ -35,12 +35,13 @@ def model_card(recipe: Recipe, before: dict[str, float], after: dict[str, float]
     teacher = recipe.teacher.model
     licences = {name: licence_of(name) for name in (teacher, recipe.student.model) if name is not None}
     metadata = {
-        "library_name": "transformers",
+        "library_name": "transformers" if recipe.student.lora is None else "peft",
         "pipeline_tag": "text-generation",
         "tags": ["potstill", "distillation"],
     }
-    if not Path(teacher).is_dir() and teacher != PACKAGED:
-        metadata["base_model"] = teacher
+    base = teacher if recipe.student.lora is None else str(recipe.student.model)
+    if not Path(base).is_dir() and base != PACKAGED:
+        metadata["base_model"] = base
     if licence := licences[teacher]:
         metadata["license"] = licence
     origin = {

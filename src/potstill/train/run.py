@@ -82,10 +82,10 @@ def run(recipe: Recipe, *, resume: bool = False) -> RunResult:
         raise KeyboardInterrupt if trainer.stop.signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
     if trainer.eval_dataset is not None:
         after = _evaluation_at_end(trainer) or trainer.evaluate()
-    if args.should_save:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(model_card(recipe, before, after), encoding="utf-8")
-    trainer.save_model()  # and push_to_hub uploads it with its card
+    if trainer.is_world_process_zero():
+        trainer.card = model_card(recipe, before, after)
+    trainer.save_model()
+    trainer.create_model_card()  # after the model: saving an adapter writes a card of its own
     if args.should_save:
         if after:
             show("\n" + comparison(before, after))

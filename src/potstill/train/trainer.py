@@ -131,6 +131,7 @@ class DistillationTrainer(Trainer):
         self.stop = StopRequest()  # train() within `with trainer.stop:` ends after a signal, with a checkpoint
         self.stopped = False
         self.watch = Watch()
+        self.card: str | None = None
         super().__init__(
             model=model,
             args=args,
@@ -238,8 +239,9 @@ class DistillationTrainer(Trainer):
         self, output: DistillationOutput, teacher: TeacherTopK, num_tokens: Tensor | int | None
     ) -> dict[str, Tensor]:
         """A micro-batch's share of the step's loss and means over tokens."""
-        names = ("student_mass", "teacher_mass")
-        figures = {"loss": output.loss.detach(), **{name: output.metrics[name] for name in names}}
+        names = ("student_mass", "teacher_mass", "abs_loss")  # those that the loss has
+        figures = {"loss": output.loss.detach()}
+        figures |= {name: output.metrics[name] for name in names if name in output.metrics}
         num_tokens = len(output.per_token) if num_tokens is None else num_tokens
         num_tokens = torch.as_tensor(num_tokens, device=self.args.device).clamp(min=1)
         figures["zero_loss_share"] = (output.per_token == 0).sum() / num_tokens
@@ -314,9 +316,11 @@ class DistillationTrainer(Trainer):
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's draft, unless the output folder has a card already: a recipe's says more."""
-        if not (Path(self.args.output_dir or ".") / "README.md").exists():
+        """Write README.md of the saved model, which push_to_hub uploads: `card`, or Trainer's draft without one."""
+        if self.card is None:
             super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            (Path(self.args.output_dir or ".") / "README.md").write_text(self.card, encoding="utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add to a training row the means over the steps since the last one; its loss is that of the kept ones."""
