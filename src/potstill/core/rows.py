@@ -1,13 +1,33 @@
 """The rows of a loss call, made flat and clean: which count and how much, and what the teacher says of them."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from potstill.core.numerics import INF, compute_dtype
 from potstill.core.teacher import SampledTargets, TeacherTopK
+
+
+def global_num_tokens(masks: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """The number of scored rows of an optimiser step, which every loss call of the step takes as num_tokens.
+
+    Args:
+        masks: the mask [...] of each micro-batch of this rank, bool or integer, non-zero = scored. One at least, so
+            that the count is on its device; it may be without a scored row.
+        group: the ranks that hold other rows: those of data and context parallelism, not those of tensor parallelism,
+            which hold the same. None is torch's default group. One all-reduce, where torch.distributed is initialised.
+
+    Returns:
+        A 0-dim int64 tensor, the same on every rank of the group.
+    """
+    count = torch.stack([(mask != 0).sum() for mask in masks]).sum()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(count, group=group)
+    return count
 
 
 class TeacherRows(NamedTuple):
