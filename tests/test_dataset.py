@@ -77,6 +77,12 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
         read_rows(path)
 
 
+def test_a_line_that_is_no_utf_8_is_named(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 2: 'utf-8' codec can't decode byte 0xe9"):
+        read_rows(tmp_path / "p.jsonl")
+
+
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="has no rows"):

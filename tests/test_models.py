@@ -140,6 +140,9 @@ def test_where_models_are_found(tmp_path):
     assert load_model(PACKAGED, "auto").config.model_type == "llama"
     with pytest.raises(ValueError, match=f"the folder {tmp_path} has no config.json; expected a model"):
         located(str(tmp_path))
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"the folder {tmp_path} has no tokenizer; save the model's there too"):
+        located(str(tmp_path))
     with pytest.raises(ValueError, match=f"the folder {tmp_path} has no x.gguf"):
         located(f"{tmp_path}/x.gguf")
     for name in ("/no/where", "./none", "a/b/c"):

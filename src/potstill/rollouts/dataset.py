@@ -57,7 +57,7 @@ def read_rows(
 
 
 def _lines(path: str | Path) -> Iterable[tuple[int, Any]]:
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         yield from ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
 
 
@@ -92,7 +92,7 @@ def _known_columns(table: Any, path: str | Path) -> Any:
 
 
 def _checked(row: Any) -> dict[str, Any]:
-    if isinstance(row, str):
+    if isinstance(row, bytes):
         try:
             row = json.loads(row)
         except json.JSONDecodeError as error:

@@ -101,7 +101,7 @@ def sampled_loss(
         **clip_ratios: clip_ratio_low and clip_ratio_high.
 
     Returns:
-        As sampled_token_loss; student_mass and teacher_mass are the means of q(y) and p(y).
+        As sampled_token_loss.
 
     Raises:
         ValueError: what sampled_token_loss refuses, or a loss_max_clamp that is not above 0.
@@ -116,14 +116,11 @@ def sampled_loss(
     loss, per_token, metrics = sampled_token_loss(
         student, teacher, estimator=estimator, policy_gradient=policy_gradient, num_tokens=count, **clip_ratios
     )
-    count = torch.as_tensor(count, device=per_token.device).clamp(min=1)
     if loss_max_clamp is not None:
         value = per_token.detach()
         bounded = value.clamp(-loss_max_clamp, loss_max_clamp)
         # A reward's gradient is value * d log q: to bound the one is to bound the other.
         reward = per_token * (bounded / value).nan_to_num(1.0)
         per_token = reward if policy_gradient else per_token.clamp(-loss_max_clamp, loss_max_clamp)
-        loss = per_token.sum() / count
-    masses = {"student_mass": student, "teacher_mass": teacher}
-    metrics |= {name: log_probs.detach().exp().sum() / count for name, log_probs in masses.items()}
+        loss = per_token.sum() / torch.as_tensor(count, device=per_token.device).clamp(min=1)
     return DistillationOutput(loss, per_token, metrics)

@@ -23,6 +23,8 @@ def located(model: str) -> dict[str, str]:
     if Path(folder).is_dir():
         if not (Path(folder) / needed).is_file():
             raise ValueError(f"the folder {folder} has no {needed}; expected a model that save_pretrained wrote")
+        if not file and not any((*Path(folder).glob("tokenizer*"), *Path(folder).glob("vocab*"))):
+            raise ValueError(f"the folder {folder} has no tokenizer; save the model's there too, with save_pretrained")
     elif Path(folder).is_absolute() or folder.startswith((".", "~")) or folder.count("/") > 1:
         raise ValueError(f"there is no folder {folder}; expected one with a model, or an id on the hub")
     return {"pretrained_model_name_or_path": folder} | ({"gguf_file": file} if file else {})
