@@ -24,6 +24,7 @@ from potstill import (
     VocabShard,
     coarse_logits,
     full_vocab_distillation_loss,
+    global_num_tokens,
     student_topk,
     topk_distillation_loss,
 )
@@ -453,6 +454,66 @@ def check_dtensor(shard):
     partial = DTensor.from_local(whole.detach(), mesh, [Partial()])
     assert "partial" in expect_error(TypeError, topk_distillation_loss, partial, x.teacher)
     assert "leave shard out" in expect_error(TypeError, topk_distillation_loss, z, x.teacher, shard=shard)
+
+
+def check_data_and_tensor_parallel(shard):
+    """2 x 2 ranks, uneven numbers of scored rows and one rank with none: equal to one process after one step."""
+    if shard.size != 4:
+        return
+    tensor_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    data_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, tensor_rank = divmod(shard.rank, 2)
+    data_group = data_groups[tensor_rank]
+    cut = VocabShard.even(V, tensor_groups[replica])
+    for mask in (torch.tensor([[1, 1, 0], [0, 0, 0]]), torch.tensor([[1, 0, 0], [1, 1, 1]])):
+        for form in FORMS:
+            x = Inputs()
+            whole = x.leaves(form)
+            student = whole[0] if form == "logits" else LinearLogits(*whole)
+            memory = {} if form == "logits" else {"memory": form}
+            topk_distillation_loss(student, x.teacher, mask=mask, **memory).loss.backward()
+
+            rows, cols = slice(replica, replica + 1), slice(cut.start, cut.stop)
+            part = [leaf.detach() for leaf in whole]
+            if form == "logits":
+                part = [part[0][rows, :, cols].clone()]
+            else:
+                part = [part[0][rows].clone(), part[1][cols].clone(), part[2][cols].clone()]
+            for leaf in part:
+                leaf.requires_grad_()
+            teacher = TeacherTopK(
+                *(t[rows] for t in (x.teacher.token_ids, x.teacher.log_probs, x.teacher.rest_log_prob))
+            )
+            num_tokens = global_num_tokens([mask[rows]], data_group)
+            assert num_tokens == mask.sum()
+            student = part[0] if form == "logits" else LinearLogits(*part)
+            out = topk_distillation_loss(student, teacher, mask=mask[rows], num_tokens=num_tokens, shard=cut, **memory)
+            out.loss.backward()
+            if form == "logits":
+                same(part[0].grad, whole[0].grad[rows, :, cols], form)
+                continue
+            same(part[0].grad, whole[0].grad[rows], f"{form} d hidden")
+            for own, leaf in zip(part[1:], whole[1:], strict=True):
+                dist.all_reduce(own.grad, group=data_group)  # a sum: num_tokens is already that of both
+                same(own.detach() - 0.1 * own.grad, (leaf - 0.1 * leaf.grad)[cols].detach(), f"{form} step")
+
+
+def check_context_parallel(shard):
+    """Rows may be cut anywhere, together with their teacher rows: the ranks' losses and gradients add up."""
+    x = Inputs()
+    (z,) = x.leaves("logits")
+    want = topk_distillation_loss(z, x.teacher, mask=x.mask)
+    want.loss.backward()
+    mine = slice(shard.rank, None, shard.size)  # rows of one sequence, dealt out
+    flat = TeacherTopK(x.teacher.token_ids.flatten(0, 1)[mine], x.teacher.log_probs.flatten(0, 1)[mine])
+    part = z.detach().flatten(0, 1)[mine].clone().requires_grad_()
+    mask = x.mask.flatten()[mine]
+    out = topk_distillation_loss(part, flat, mask=mask, num_tokens=global_num_tokens([mask]))
+    out.loss.backward()
+    same(part.grad, z.grad.flatten(0, 1)[mine], "gradient")
+    total = torch.stack([out.loss.detach(), out.metrics["student_mass"]])
+    dist.all_reduce(total)
+    same(total, torch.stack([want.loss.detach(), want.metrics["student_mass"]]), "sums")
 
 
 def main(rank: int, size: int, folder: str) -> None:

@@ -47,6 +47,11 @@ def test_readme_python_runs_and_both_versions_agree() -> None:
     torch.testing.assert_close(student.lm_head.weight.grad, dense_gradient)
 
 
+def test_the_check_in_normalisation_runs() -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/normalisation.md").read_text(), re.M | re.DOTALL)
+    exec(block, {})
+
+
 def test_readme_layout_names_every_folder_and_no_other() -> None:
     named = set(re.findall(r"^\| `([^`]+)` \|", README, flags=re.MULTILINE))
     assert {folder for folder in named if not (ROOT / folder).is_dir()} == set()
