@@ -1,10 +1,13 @@
 """Recipes: every mistake is answered with file, key and remedy, before any model is loaded."""
 
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import yaml
 
+from potstill import DIVERGENCES, TAILS
 from potstill.train import load_recipe
 from potstill.train.recipe import (
     Data,
@@ -164,3 +167,12 @@ def test_yaml_is_version_1_2():
         **{"a": 1e-4, "b": "no", "c": "off", "d": "1_000", "e": "012", "f": True},
         **{"g": -3, "h": 1500.0, "i": None, "j": "12:30", "k": 0.5},
     }
+
+
+def test_the_documentation_has_every_key_and_default():
+    text = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    shown = parse_yaml(text.partition("```yaml\n")[2].partition("```")[0])
+    recipe = asdict(Recipe(Student(), Teacher("..."), Data("...")))
+    assert shown == {key: value for key, value in recipe.items() if key not in ("name", "folder", "source", "notes")}
+    for name in (*DIVERGENCES, *TAILS):
+        assert re.search(rf"\b{name}\b", text), name
