@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 export PIP_NO_COMPILE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo smollm2 test test-slow lint clean venv
+.PHONY: demo smollm2 test test-slow test-integrations lint clean venv
 
 demo: $(VENV)/train.stamp
 	$(VENV)/bin/potstill train recipes/arithmetic.yaml
@@ -19,6 +19,11 @@ test: $(VENV)/dev.stamp
 
 test-slow: $(VENV)/dev.stamp
 	$(PY) -m pytest -n 2 -m slow
+
+# Against the real frameworks, in environments of their own.
+test-integrations:
+	scripts/integrations.sh $(PYTHON)
+	.venvs/verl/bin/python -m pytest --disable-warnings tests/integrations
 
 lint: $(VENV)/dev.stamp
 	$(PY) -m ruff check .
