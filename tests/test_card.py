@@ -1,11 +1,14 @@
 """The model card, and that uploading keeps it."""
 
+import json
+
 import pytest
 import transformers.trainer
 from huggingface_hub import ModelCard
 
 from potstill.train import load_recipe, run
 from potstill.train.card import model_card
+from potstill.train.strict import RecipeError
 from train_fixtures import write_recipe
 
 
@@ -35,6 +38,19 @@ def test_the_card_of_an_adapter_is_ours(recipe_file):
     folder = run(load_recipe(recipe_file, [*options, f"teacher={teacher}"])).folder
     data = ModelCard.load(folder / "README.md").data
     assert data.library_name == "peft" and data.tags == ["potstill", "distillation"]
+
+
+def test_the_best_model_is_the_one_that_is_measured_and_saved(recipe_file):
+    best = ["training.load_best_model_at_end=true", "training.eval_strategy=steps", "training.eval_steps=1"]
+    best += ["training.save_strategy=steps", "training.save_steps=1", "training.learning_rate=0.03"]
+    with pytest.raises(RecipeError, match=r"metric_for_best_model is loss; expected a figure of the held-out prompts"):
+        run(load_recipe(recipe_file, best))
+    # The highest KL, which is the first one: not the last.
+    best += ["training.metric_for_best_model=kl", "training.greater_is_better=true"]
+    result = run(load_recipe(recipe_file, best))
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    values = [row["eval_kl"] for row in rows if "eval_kl" in row and row["step"] > 0]
+    assert len(values) == 5 and values[-1] == result.after["eval_kl"] == values[0] > values[3]
 
 
 def test_push_to_hub_uploads_the_model_with_its_card(recipe_file, monkeypatch):

@@ -81,7 +81,9 @@ def run(recipe: Recipe, *, resume: bool = False) -> RunResult:
         show(f"\nstopped after step {trainer.state.global_step}; {then}")
         raise KeyboardInterrupt if trainer.stop.signum == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
     if trainer.eval_dataset is not None:
-        after = _evaluation_at_end(trainer) or trainer.evaluate()
+        after = (
+            trainer.evaluate() if args.load_best_model_at_end else _evaluation_at_end(trainer) or trainer.evaluate()
+        )
     if trainer.is_world_process_zero():
         trainer.card = model_card(recipe, before, after)
     trainer.save_model()
@@ -127,7 +129,13 @@ def training_arguments(recipe: Recipe, **changes: Any) -> TrainingArguments:
         RecipeError: transformers refuses them.
     """
     with _naming("training"):
-        return TrainingArguments(**{**resolved_training(recipe), **changes})
+        args = TrainingArguments(**{**resolved_training(recipe), **changes})
+    if args.metric_for_best_model in ("loss", "eval_loss"):  # what TrainingArguments puts for nothing
+        raise RecipeError(
+            "training.metric_for_best_model is loss; expected a figure of the held-out prompts, such as kl with "
+            "training.greater_is_better: false, or exact_match with true"
+        )
+    return args
 
 
 def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTrainer:

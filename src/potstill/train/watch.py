@@ -95,8 +95,8 @@ def over_confident(row: Mapping[str, float]) -> str | None:
         return None
     return (
         f"the student gives {1 - student:.1%} to the tokens that the teacher gives {1 - teacher:.1%}: it is "
-        "over-confident on them, and its samples lose all others. loss.tail=bucket holds the rest to the teacher's; "
-        "a larger loss.top_k makes it smaller"
+        "over-confident on them, and its samples lose all others. A top-k loss with loss.tail=bucket holds the rest "
+        "to the teacher's; a larger loss.top_k makes it smaller"
     )
 
 
