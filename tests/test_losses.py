@@ -1053,6 +1053,17 @@ REFUSALS = [
     refusal("alpha_beta a", ValueError, "alpha.*0", on(divergence="alpha_beta", alpha=0.0)),
     refusal("alpha_beta b", ValueError, "beta.*0", on(divergence="alpha_beta", beta=0.0)),
     refusal("alpha_beta a + b", ValueError, "alpha.*beta.*0", on(divergence="alpha_beta", alpha=0.3, beta=-0.3)),
+    refusal("alpha_beta NaN", ValueError, "alpha.*finite.*nan", on(divergence="alpha_beta", alpha=float("nan"))),
+    refusal("chunk_size type", TypeError, "chunk_size.*whole number.*2.5", on(chunk_size=2.5)),
+    refusal("transform type", TypeError, "transform.*LogitTransform.*dict", on(transform={"scale": 2.0})),
+    refusal("positive floor", ValueError, "log_prob_min_clamp.*0.5", on(tail="drop", log_prob_min_clamp=0.5)),
+    refusal("floor NaN", ValueError, "log_prob_min_clamp.*nan", on(tail="drop", log_prob_min_clamp=float("nan"))),
+    refusal(
+        "crossed clamps",
+        ValueError,
+        "loss_min_clamp.*loss_max_clamp = 1.0.*2.0",
+        on(tail="drop", loss_min_clamp=2.0, loss_max_clamp=1.0),
+    ),
     refusal(
         "renormalize at K = 1", ValueError, "renormalize.*K = 1.*bucket", on(teacher=payload(1), tail="renormalize")
     ),
@@ -1194,6 +1205,7 @@ def inference(x):
         return x * 1.0
 
 
+@pytest.mark.usefixtures("without_shape_checks")
 @pytest.mark.parametrize("error, pattern, call", REFUSALS)
 def test_refusals(error, pattern, call):
     with pytest.raises(error, match=f"(?s){pattern}"):

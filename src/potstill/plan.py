@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from potstill.bench.report import table
-from potstill.core.single_pass import WEIGHT_BLOCK
+from potstill.core.single_pass import MOST_PIECES, WEIGHT_BLOCK
 from potstill.core.tiles import Budget, budget, chunk_bounds, rows_within
 
 GIB = 2**30
@@ -35,10 +35,11 @@ class Job(NamedTuple):
     top_k: int
     chunk_size: int | None = None
     budget: Budget = GPU
+    most_pieces: int | None = None  # how many pieces of rows single_pass may take
 
     def rank_of(self, tp: int) -> "Job":
         """The same with the vocabulary cut over tp ranks."""
-        return self._replace(vocab_size=-(-self.vocab_size // tp))
+        return self._replace(vocab_size=-(-self.vocab_size // tp), most_pieces=MOST_PIECES if tp > 1 else None)
 
     @property
     def logits(self) -> int:
@@ -90,7 +91,8 @@ def logits_reused(job: Job) -> int:
 def single_pass(job: Job) -> int:
     """Head, its float32 gradient, hidden states and theirs, one product, and what a piece of rows needs besides."""
     width, hidden = job.vocab_size, job.hidden_size
-    rows = chunk_bounds(job.tokens, job.product_rows)[0][1]
+    rows = max(job.product_rows, -(-job.tokens // (job.most_pieces or job.tokens)))
+    rows = chunk_bounds(job.tokens, rows)[0][1]
     block = chunk_bounds(width, WEIGHT_BLOCK)[0][1]
     piece = max(
         job.tile(rows, width) + job.per_id(2 * GRADIENT, rows),

@@ -117,4 +117,7 @@ def check_divergence(name: str, options: dict[str, float]) -> None:
     if unknown:
         takes = f"takes {', '.join(known)}" if known else "takes no options"
         raise ValueError(f"divergence {name!r} {takes}, got {', '.join(unknown)}")
+    for option, value in options.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"divergence {name!r}: {option} must be a finite number, got {value!r}")
     terms(torch.zeros(1), torch.zeros(1), **options)  # its own range checks

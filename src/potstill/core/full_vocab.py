@@ -189,5 +189,7 @@ def _check(pairs: Pairs, divergence: str, k: int | None, shape_weight: float | N
         raise ValueError(f"shape_weight splits the forward KL only, got divergence={divergence!r}")
     if not 1 <= k <= real[0]:
         raise ValueError(f"k must be between 1 and the {real[0]} real tokens of the vocabulary, got {k}")
-    if not shape_weight >= 0:
-        raise ValueError(f"shape_weight must be >= 0 (0 is the bucket loss, 1 the full KL), got {shape_weight}")
+    if not 0 <= shape_weight < float("inf"):
+        raise ValueError(
+            f"shape_weight must be finite and >= 0 (0 is the bucket loss, 1 the full KL), got {shape_weight}"
+        )

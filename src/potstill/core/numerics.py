@@ -45,7 +45,7 @@ def p_log_p_over_q(log_p: Float[Tensor, "..."], log_q: Float[Tensor, "..."]) -> 
     """p log(p / q) per entry, from log-probabilities; 0 in value and gradient where p = 0, +inf where only q = 0."""
     nothing = log_p == -INF
     log_p, log_q = log_p.masked_fill(nothing, 0.0), log_q.masked_fill(nothing, 0.0)
-    return (log_p.exp() * (log_p - log_q)).masked_fill(nothing, 0.0)
+    return log_p.exp() * (log_p - log_q)
 
 
 def log1mexp(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

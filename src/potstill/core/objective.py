@@ -61,6 +61,11 @@ class Objective:
                     f"{name} only goes with divergence='forward_kl' and tail='drop' (it changes the masses that any "
                     f"other tail accounts for), got {self.divergence!r} and {self.tail or 'bucket'!r}; leave it None"
                 )
+        floor, least = self.log_prob_min_clamp, self.loss_min_clamp
+        if floor is not None and not floor < 0:
+            raise ValueError(f"log_prob_min_clamp must be < 0 (a log-probability), got {floor}; use None for no clamp")
+        if least is not None and not least < (INF if self.loss_max_clamp is None else self.loss_max_clamp):
+            raise ValueError(f"loss_min_clamp must be below loss_max_clamp = {self.loss_max_clamp}, got {least}")
         if self.loss_max_clamp is not None and not self.loss_max_clamp > 0:
             raise ValueError(f"loss_max_clamp must be > 0, got {self.loss_max_clamp}; use None for no clamp")
 

@@ -238,12 +238,17 @@ def read_as(
     """Check the options that say how logits are read, and bind them; those of a shard are one rank's columns.
 
     Raises:
+        TypeError: for a chunk_size or a transform of another type.
         ValueError: for a temperature that is not positive, or a chunk_size below 1.
     """
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be a finite number > 0, got {temperature}")
+    if chunk_size is not None and not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size must be a whole number of rows or None, got {chunk_size!r}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1 row, got {chunk_size}; use None to take it from the budget")
+    if not isinstance(transform, LogitTransform | None):
+        raise TypeError(f"transform must be a LogitTransform or None, got {type(transform).__name__}")
     transform = PLAIN if transform is None else transform
     width = vocab_width(logits) if shard is None else shard.vocab_size
     if transform.vocab_size is not None and transform.vocab_size > width:
