@@ -56,6 +56,14 @@ def test_defaults_and_short_forms(tmp_path):
         source=load_recipe(path).source,
     )
     assert load_recipe(path, ["teacher=org/other"]).teacher.model == "org/other"
+    assert load_recipe(path, ["teacher.dtype=float32"]).teacher == Teacher("org/large", "float32")
+
+
+@pytest.mark.parametrize("setting, value", [("temperature", 0.7), ("top_p", 0.9), ("lmbda", 0.5)])
+def test_estimators_need_samples_of_the_distribution_itself(recipe_file, setting, value):
+    load_recipe(recipe_file, [f"rollout.{setting}={value}"])
+    with pytest.raises(RecipeError, match=rf"rollout\.{setting} is {value}; expected 1 with loss\.estimator"):
+        load_recipe(recipe_file, ["loss={estimator: k2}", f"rollout.{setting}={value}"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_defaults_and_short_forms(tmp_path):
         ("loss={estimator: k3, top_k: 4}", "loss.top_k is 4, which only goes without estimator"),
         ("loss={policy_gradient: true}", "loss.policy_gradient is True, which only goes with estimator"),
         ("loss={estimator: k2, clip_ratio_low: 0.3}", "clip_ratio_low is 0.3, which only goes with policy_gradient"),
-        ("loss={estimator: k2, temperature: 2}", "expected rollout.temperature 2 .* got 1 and 1"),
+        ("loss={estimator: k2, temperature: 2}", "rollout.temperature is 1; expected 2 with loss.estimator"),
         ("loss.temperature=0", "loss.temperature is 0; expected a number above 0"),
         ("loss.chunk_size=0", "loss.chunk_size is 0; expected 1 or more"),
         ("loss={divergence: jsd, beta: 2}", "loss: .*beta"),

@@ -22,6 +22,7 @@ from potstill.train.verl_names import loss_section
 PACKAGED = "potstill:arithmetic"
 GGUF = ".gguf"
 SELF = "self"
+SHORT_FOR_MODEL = ("student", "teacher")  # sections that may be a text, which is then their `model`
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 TRAINING_DEFAULTS: dict[str, Any] = {
@@ -262,22 +263,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         expect(source, dict, "the recipe")
         for override in overrides:
             _apply_override(source, override)
-        for section in ("student", "teacher"):  # a text is short for its `model`
-            if isinstance(source.get(section), str):
-                source[section] = {"model": source[section]}
         name = "arithmetic" if packaged else path.stem
-        sections = dict(source)
-        own_base = sections.get("teacher") in (None, {"model": SELF})
-        student = sections.get("student")
-        if own_base and isinstance(student, dict) and isinstance(student.get("lora"), dict):
-            sections["teacher"] = {"model": student.get("model")}
-        notes: list[str] = []
-        if "distillation_loss" in source:
-            if "loss" in source:
-                raise RecipeError("loss and distillation_loss are one section under two names; leave one out")
-            block = sections.pop("distillation_loss") or {}
-            expect(block, dict, "distillation_loss")
-            sections["loss"], notes = loss_section(block)
+        sections, notes = _in_our_words(source)
         recipe = build(Recipe, sections, name=name, folder=path.parent, source=source, notes=notes)
         _check(recipe)
     except (OSError, UnicodeDecodeError) as error:
@@ -306,6 +293,30 @@ def dump(recipe: Recipe) -> str:
     return "".join(f"# {comment}\n" for comment in comments) + to_yaml(sections)
 
 
+def _in_our_words(source: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The sections with short forms written out and verl's names translated, and what is to be said about it."""
+    sections = dict(source)
+    for section in SHORT_FOR_MODEL:
+        if isinstance(sections.get(section), str):
+            sections[section] = {"model": sections[section]}
+    student, teacher = sections.get("student"), sections.get("teacher") or {}
+    if (
+        isinstance(student, dict)
+        and isinstance(student.get("lora"), dict)
+        and isinstance(teacher, dict)
+        and teacher.get("model") in (None, SELF)
+    ):
+        sections["teacher"] = {**teacher, "model": student.get("model")}
+    if "distillation_loss" not in sections:
+        return sections, []
+    if "loss" in sections:
+        raise RecipeError("loss and distillation_loss are one section under two names; leave one out")
+    block = sections.pop("distillation_loss") or {}
+    expect(block, dict, "distillation_loss")
+    sections["loss"], notes = loss_section(block)
+    return sections, notes
+
+
 def _apply_override(source: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
@@ -315,6 +326,8 @@ def _apply_override(source: dict[str, Any], override: str) -> None:
     for section in sections:
         if target.get(section) is None:
             target[section] = {}
+        elif target is source and section in SHORT_FOR_MODEL and isinstance(target[section], str):
+            target[section] = {"model": target[section]}
         target = target[section]
         expect(target, dict, section)
     target[last] = parse_yaml(value)
@@ -361,11 +374,6 @@ def _check(recipe: Recipe) -> None:
             raise RecipeError(f"{key} is {number:g}; expected a number above 0")
     if not 0 <= rollout.lmbda <= 1:
         raise RecipeError(f"rollout.lmbda is {rollout.lmbda}; expected a probability, 0 to 1")
-    if rollout.lmbda < 1 and recipe.loss.estimator is not None:
-        raise RecipeError(
-            "loss.estimator is a mean over tokens that the student sampled; expected rollout.lmbda 1, "
-            f"got {rollout.lmbda}"
-        )
     if rollout.top_p > 1:
         raise RecipeError(f"rollout.top_p is {rollout.top_p}; expected at most 1, which leaves every token in")
     if data.answer_regex is not None:
@@ -404,12 +412,12 @@ def _check_loss(loss: Loss, rollout: Rollout) -> None:
         for key in keys:
             if not used and (value := getattr(loss, key)) != getattr(Loss, key):
                 raise RecipeError(f"loss.{key} is {value!r}, which only goes {condition}; leave one of the two out")
-    if loss.estimator is not None and (rollout.temperature != loss.temperature or rollout.top_p < 1):
-        raise RecipeError(
-            f"loss.estimator is a mean over tokens sampled from the distribution that the loss compares; expected "
-            f"rollout.temperature {loss.temperature:g} (that of the loss) and rollout.top_p 1, got "
-            f"{rollout.temperature:g} and {rollout.top_p:g}"
-        )
+    for key, needed in (("temperature", loss.temperature), ("top_p", 1), ("lmbda", 1)):
+        if loss.estimator is not None and (value := getattr(rollout, key)) != needed:
+            raise RecipeError(
+                f"rollout.{key} is {value:g}; expected {needed:g} with loss.estimator, which is a mean over tokens "
+                "sampled from the very distribution that the loss compares"
+            )
     # The loss knows what else it accepts: it is asked with one row over a vocabulary of top_k tokens.
     token_ids = torch.arange(loss.top_k if loss.estimator is None else 1).unsqueeze(0)
     logits = torch.zeros(token_ids.shape)
