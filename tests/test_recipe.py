@@ -1,6 +1,7 @@
 """Recipes: every mistake is answered with file, key and remedy, before any model is loaded."""
 
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,9 +26,15 @@ from potstill.train.strict import RecipeError, parse_yaml
 from train_fixtures import write_recipe
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("template"))
+
+
 @pytest.fixture
-def recipe_file(tmp_path):
-    return write_recipe(tmp_path)
+def recipe_file(template, tmp_path):
+    shutil.copytree(template.parent, tmp_path, ignore=shutil.ignore_patterns("teacher"), dirs_exist_ok=True)
+    return tmp_path / template.name
 
 
 def test_a_recipe_becomes_dataclasses(recipe_file):

@@ -1,5 +1,7 @@
 """A `distillation_loss` block of verl in a recipe: every mode, every default, every pair that is refused."""
 
+import shutil
+
 import pytest
 import torch
 import yaml
@@ -28,9 +30,15 @@ SHIPPED = """
 """
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("template"))
+
+
 @pytest.fixture
-def recipe_file(tmp_path):
-    path = write_recipe(tmp_path)
+def recipe_file(template, tmp_path):
+    shutil.copytree(template.parent, tmp_path, ignore=shutil.ignore_patterns("teacher"), dirs_exist_ok=True)
+    path = tmp_path / template.name
     source = yaml.safe_load(path.read_text())
     del source["loss"]
     path.write_text(yaml.safe_dump(source) + "distillation_loss:" + SHIPPED)
