@@ -157,7 +157,8 @@ def test_a_dump_loads_again_to_the_same_recipe(recipe_file):
     assert loaded == replace(recipe, name="again", training=resolved_training(recipe))
     assert dump(loaded) == dump(recipe)
     assert loaded.data.heldout == Source("a/b", "1e-4", "no")
-    sections = yaml.safe_load(dump(recipe))
+    sections = yaml.safe_load(dump(recipe))  # a reader of YAML 1.1
+    assert sections["data"]["heldout"] == {"path": "a/b", "name": "1e-4", "split": "no"}
     assert sections["loss"]["temperature"] == 1.0 and sections["rollout"]["top_p"] == 1.0
     assert sections["training"]["logging_steps"] == 10
 

@@ -125,7 +125,7 @@ def _spell(hint: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    pass
+    """Puts texts in quotes that a reader of either version would take for something else, such as no or 1e-4."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -154,7 +154,5 @@ for _tag, _pattern, _first in (
         "-+.0123456789",
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$", re.I), list(_first))
-_Dumper.yaml_implicit_resolvers = (
-    _Loader.yaml_implicit_resolvers
-)  # so that it quotes what would be read as another type
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$", re.I), list(_first))
