@@ -70,11 +70,11 @@ def _counted():
 
 @pytest.fixture
 def blocks():
-    """The python blocks of a page of docs/integrations."""
+    """The blocks in a language of a page of docs/integrations."""
 
-    def read(name):
+    def read(name, language="python"):
         text = Path(__file__).parents[2].joinpath("docs/integrations", name).read_text()
-        return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
     return read
 
