@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,16 @@ def test_a_checkpoint_with_a_file_missing_or_cut_short_is_passed_over(two_checkp
     assert newest_checkpoint(two_checkpoints) == older
     path.write_bytes(content)
     assert newest_checkpoint(two_checkpoints) == newest
+
+
+def test_a_checkpoint_that_is_being_overwritten_is_not_whole(two_checkpoints, tmp_path, monkeypatch):
+    run = shutil.copytree(two_checkpoints, tmp_path / "run")
+    options = {"model": make_model(), "max_steps": 10, "save_strategy": "steps", "save_steps": 5}
+    trainer = make_trainer(run, **options)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", lambda folder: sys.exit("killed"))
+    with pytest.raises(SystemExit, match="killed"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-5"))
+    assert newest_checkpoint(run) == run / "checkpoint-5"
 
 
 def test_shards_adapters_ranks_and_no_checkpoint(two_checkpoints, tmp_path):

@@ -67,7 +67,8 @@ class DistillationTrainer(Trainer):
     Args:
         model: the student. Its head is replaced by a PotstillHead on the same weight, which saving does not see.
         args: TrainingArguments; what would run another loss or another forward is refused.
-        teacher: the top-k rows for a batch: a LocalTeacher, or any function.
+        teacher: what a batch's scored rows are held to: a LocalTeacher, or any function. Top-k rows are validated;
+            logits or LinearLogits of the whole vocabulary go with full_vocab_loss.
         rollouts: the completions: TransformersRollouts, or any function.
         train_dataset: prompts as token ids (see `potstill.rollouts.dataset.tokenize`).
         processing_class: the tokenizer; names padding and EOS.
@@ -93,7 +94,7 @@ class DistillationTrainer(Trainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
-        teacher: Callable[[Batch], TeacherTopK],
+        teacher: Callable[[Batch], TeacherTopK | Tensor | LinearLogits],
         rollouts: Rollouts,
         train_dataset: Sequence[PromptRow],
         processing_class: PreTrainedTokenizerBase,
@@ -179,7 +180,9 @@ class DistillationTrainer(Trainer):
             with self.meter.timed("teacher"):
                 for micro_batch in micro_batches:
                     batch = self._batch(micro_batch, list(islice(completions, len(micro_batch))))
-                    scores = self.teacher(batch).validate(self.student.head.out_features)
+                    scores = self.teacher(batch)
+                    if isinstance(scores, TeacherTopK):
+                        scores.validate(self.student.head.out_features)
                     batches.append({**batch, "teacher": scores})
         self.micro_batches = batches
         own_tokens = sum(len(batch["scored_rows"]) for batch in batches)
@@ -236,7 +239,7 @@ class DistillationTrainer(Trainer):
 
     @torch.no_grad()
     def _figures(
-        self, output: DistillationOutput, teacher: TeacherTopK, num_tokens: Tensor | int | None
+        self, output: DistillationOutput, teacher: object, num_tokens: Tensor | int | None
     ) -> dict[str, Tensor]:
         """A micro-batch's share of the step's loss and means over tokens."""
         names = ("student_mass", "teacher_mass", "abs_loss")  # those that the loss has
@@ -245,7 +248,7 @@ class DistillationTrainer(Trainer):
         num_tokens = len(output.per_token) if num_tokens is None else num_tokens
         num_tokens = torch.as_tensor(num_tokens, device=self.args.device).clamp(min=1)
         figures["zero_loss_share"] = (output.per_token == 0).sum() / num_tokens
-        if teacher.log_probs.shape[-1] > 1:
+        if isinstance(teacher, TeacherTopK) and teacher.log_probs.shape[-1] > 1:
             low, high = teacher.log_probs.aminmax(dim=-1)
             figures["uniform_teacher_share"] = (high - low < UNIFORM_SPREAD).sum() / num_tokens
         return figures
@@ -313,6 +316,9 @@ class DistillationTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.meter.end_step()  # writing it is no part of a step
+        if self.args.should_save:  # while it is written over one of the same step, it must not look whole
+            old = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+            (old / "trainer_state.json").unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
