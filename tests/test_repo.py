@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,7 @@ def test_readme_python_runs_and_both_versions_agree() -> None:
         "teacher_log_probs": teacher_log_probs,
         "mask": torch.rand(2, 6) < 0.7,
     }
-    before, after = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    before, after, over_ranks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
     exec(before, given)
     dense_gradient = student.lm_head.weight.grad.clone()
 
@@ -39,6 +40,13 @@ def test_readme_python_runs_and_both_versions_agree() -> None:
     exec(after, given)
     assert torch.isfinite(given["out"].loss) and given["out"].loss > 0
     assert student.lm_head.weight.grad.abs().sum() > 0
+
+    # One rank of one is the whole vocabulary.
+    whole = given["out"].loss
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    exec(over_ranks, given)
+    dist.destroy_process_group()
+    torch.testing.assert_close(given["out"].loss, whole)
 
     # README: `tail="drop"` gives the first version's number.
     student.zero_grad()

@@ -17,6 +17,7 @@ from potstill import (
     LinearLogits,
     LogitTransform,
     coarse_logits,
+    full_vocab_distillation_loss,
     sampled_token_loss,
     topk_distillation_loss,
 )
@@ -67,6 +68,28 @@ def topk_loss(
     """
     return topk_distillation_loss(
         logits, batch["teacher"], num_tokens=num_tokens, transform=transform, check=False, **options
+    )
+
+
+def full_vocab_loss(
+    logits: Tensor | LinearLogits,
+    batch: Mapping[str, Any],
+    *,
+    num_tokens: int | float | Tensor | None = None,
+    transform: LogitTransform | None = None,
+    **options: Any,
+) -> DistillationOutput:
+    """full_vocab_distillation_loss, for a teacher that gives logits, or hidden states with its head.
+
+    Args:
+        logits: of the N scored rows.
+        batch: its `teacher` is logits [N, V] or LinearLogits of N rows, such as LocalTeacher.logits gives.
+        num_tokens: scored tokens of the whole step; None: N.
+        transform: the student's own scale and softcap.
+        **options: further keywords of full_vocab_distillation_loss.
+    """
+    return full_vocab_distillation_loss(
+        logits, batch["teacher"], num_tokens=num_tokens, student_transform=transform, **options
     )
 
 

@@ -73,7 +73,9 @@ def build_student(spec: Student, teacher: PreTrainedModel | None) -> PreTrainedM
     ours = teacher.config
     specials = {name: getattr(ours, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = AutoConfig.for_model(fields.pop("model_type"), vocab_size=ours.vocab_size, **specials, **fields)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.generation_config = copy.deepcopy(teacher.generation_config)  # it may name more ends than the config
+    return model
 
 
 def add_adapter(model: PreTrainedModel, spec: Lora) -> PreTrainedModel:

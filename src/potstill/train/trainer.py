@@ -253,6 +253,9 @@ class DistillationTrainer(Trainer):
             figures["uniform_teacher_share"] = (high - low < UNIFORM_SPREAD).sum() / num_tokens
         return figures
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # on the device already
+
     def training_step(
         self,
         model: torch.nn.Module,
