@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-NEEDS = {"test_megatron.py": "verl", "test_verl.py": "verl"}
+NEEDS = {"test_bench.py": "verl", "test_megatron.py": "verl", "test_verl.py": "verl"}
 collect_ignore = [name for name, package in NEEDS.items() if not find_spec(package)]
 
 
