@@ -59,8 +59,13 @@ def micro_batch(k=K):
 
 
 def logits_of_the_batch():
+    """Every third row puts more on the teacher's ids than the teacher does: there the loss of `drop` is negative."""
     torch.manual_seed(8)
-    return torch.randn(sum(PROMPTS + RESPONSES), V)
+    logits = torch.randn(sum(PROMPTS + RESPONSES), V)
+    logits[::3] = logits[::3].scatter_add(
+        1, micro_batch()["teacher_ids"].values()[::3].long(), torch.full((6, K), 4.0)
+    )
+    return logits
 
 
 def settings(loss_mode, strategy="fsdp", config_class="verl.workers.config.DistillationLossConfig", **loss):
@@ -88,10 +93,12 @@ def run(loss_mode, student_logits, data_format="thd", unpack=lambda x: x.squeeze
     return rows, loss, metrics, torch.autograd.grad(loss, student_logits)[0]
 
 
-def compare(same, student_logits, scored=slice(None), **options):
+def compare(same, student_logits, scored, **options):
     """`drop` is verl's mode: every row that predicts a token, the loss, all metrics, the gradient."""
     ours = run(DROP, student_logits, config_class="potstill.integrations.verl.LossConfig", diagnostics=True, **options)
     theirs = run("forward_kl_topk", student_logits, **options)
+    assert (ours[0]["distillation_losses"][~scored] == 0).all()
+    assert (theirs[0]["distillation_losses"][scored] < 0).any()
     floor = options.get("log_prob_min_clamp")
     megatron_masses = floor is not None and options.get("strategy") == "megatron"  # taken of the clamped ones there
     assert ours[0].keys() == theirs[0].keys()
@@ -200,6 +207,41 @@ def test_every_mode_is_the_public_loss(same, mode):
     same(metrics["distillation/student_mass_min"], out.metrics["student_mass_min"])
     same(metrics["distillation/loss_max"], out.metrics["loss_max"])
     assert "overlap_count" not in rows
+
+
+class InPlace(torch.autograd.Function):
+    """The first column of each row; its backward writes to the logits without telling, as Flash Attention's does."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.logits = logits
+        return logits[..., 0].clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        ctx.logits.data.zero_()[..., 0] = upstream
+        return ctx.logits.data
+
+
+def test_with_task_rewards_the_logits_are_not_ours_alone(same):
+    actor, distillation = settings("potstill_forward_kl_bucket")
+    leaf = logits_of_the_batch().unsqueeze(0).requires_grad_()
+
+    def gradient(policy_loss, **flags):
+        batch, student_logits = micro_batch(), leaf * 1.0
+        assign_non_tensor(batch, **flags)
+        rows = distillation_ppo_loss(actor, distillation, data=batch, student_logits=student_logits)
+        loss = rows["distillation_losses"].sum() + policy_loss(student_logits).sum()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    alone = gradient(lambda z: z[..., :0], distillation_only=True)
+    both = alone.clone()
+    both[..., 0] += 1
+    same(gradient(InPlace.apply, distillation_only=False), both)
+    with torch.no_grad():
+        assert not distillation_ppo_loss(actor, distillation, data=micro_batch(), student_logits=leaf)[
+            "distillation_losses"
+        ].requires_grad
 
 
 def test_options_of_a_divergence(same):

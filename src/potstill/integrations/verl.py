@@ -94,8 +94,8 @@ def score(
 
     Returns:
         distillation_losses (differentiable), student_mass, teacher_mass and, with diagnostics, overlap_count and
-        overlap_token_advantage; each [b, s / cp]. What stands in the last row of a sequence, which predicts
-        nothing, and in padding has no meaning.
+        overlap_token_advantage; each [b, s / cp]. The last row of a sequence, which predicts nothing, and padding
+        have a loss of 0.
 
     Raises:
         NotImplementedError: for another strategy.
@@ -130,9 +130,13 @@ def score(
     shape, mask = student_logits.shape[:-1], scored.reshape(-1)
     objective.check_teacher(teacher, shape, 1.0)
     target = TeacherRows.of(teacher, mask, compute_dtype(student_logits.dtype))
+    # Where verl also takes log-probabilities of them, its cross-entropies work in place on the logits, Flash
+    # Attention's in backward and past autograd's notice. Ours then has a copy, and its gradient the copy's memory.
+    shared = student_logits.requires_grad and not get_non_tensor_data(data, "distillation_only", False)
+    student_logits = student_logits.clone() if shared else student_logits
     chunk_size = config.chunked_topk_chunk_size if config.use_chunked_topk else None
     token_ids = target.token_ids.view(ids.shape)
-    coarse = coarse_logits(student_logits, token_ids, shard=shard, chunk_size=chunk_size)
+    coarse = coarse_logits(student_logits, token_ids, shard=shard, chunk_size=chunk_size, reuse_logits=shared)
     rows = objective.score(coarse.flatten(), slice(None), target=target, mask=mask)
     found = {
         "distillation_losses": rows.per_token,
@@ -177,7 +181,7 @@ def collect(
 
 
 def _teacher_rows(data: TensorDict) -> list[Tensor]:
-    """Nested ids and log-probabilities [b, (s), K], and which rows predict a token [b, (s)]."""
+    """Nested ids and log-probabilities [b, (s), K], and which rows predict a token [b, (s)], not so the fillers."""
     ids, log_probs = data["teacher_ids"], data["teacher_logprobs"]
     scored = torch.ones_like(ids.values()[:, 0], dtype=torch.bool)
     scored[ids.offsets()[1:] - 1] = False
