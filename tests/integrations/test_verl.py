@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -20,6 +22,7 @@ from verl.utils.metric import Metric
 from verl.utils.tensordict_utils import assign_non_tensor
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group, slice_input_tensor
 from verl.workers.config import ActorConfig, DistillationConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 import potstill.integrations.verl as integration
 from potstill import TeacherTopK, topk_distillation_loss
@@ -127,6 +130,46 @@ def predicting(batch):
 def test_drop_is_verls_on_fsdp(same, chunked, options):
     options |= {"use_chunked_topk": chunked, "chunked_topk_chunk_size": 7}
     compare(same, logits_of_the_batch().unsqueeze(0), predicting(micro_batch()), **options)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_through_the_engine(same, monkeypatch, packed):
+    """One step of verl's FSDP engine on a small model: `drop` is verl's mode there too, alone or beside log-probabilities."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.embedding, self.head = torch.nn.Embedding(V, 8), torch.nn.Linear(8, V)
+
+        def forward(self, input_ids, **others):
+            return SimpleNamespace(logits=4 * self.head(self.embedding(input_ids)))
+
+    def step(loss_mode, distillation_only):
+        engine = object.__new__(FSDPEngineWithLMHead)
+        engine.module, engine._autocast_dtype, engine.pad_to_length = Model(), torch.float32, False
+        engine.use_ulysses_sp = False
+        engine.get_data_parallel_group = lambda: None
+        batch = micro_batch()
+        offsets = batch["teacher_ids"].offsets()
+        tokens = torch.arange(int(offsets[-1])) * 5 % V
+        batch["input_ids"] = torch.nested.nested_tensor_from_jagged(tokens, offsets)
+        batch["position_ids"] = torch.nested.nested_tensor_from_jagged(torch.zeros_like(tokens), offsets)
+        flags = {"use_remove_padding": packed, "distillation_only": distillation_only, "distillation_use_topk": True}
+        assign_non_tensor(batch, temperature=0.7, **flags)
+        actor, distillation = settings(loss_mode)
+        function = partial(distillation_ppo_loss, config=actor, distillation_config=distillation)
+        kept = []
+        found = engine.forward_step(batch, lambda **given: kept.append(function(**given)) or kept[-1], False)
+        kept[-1][0].backward()
+        return found[1], [x.grad for x in engine.module.parameters()]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # where verl takes the batch
+    for distillation_only in (True, False):
+        (ours, gradients), (theirs, wanted) = (step(mode, distillation_only) for mode in (DROP, "forward_kl_topk"))
+        assert abs(ours["loss"] / theirs["loss"] - 1) < 1e-6
+        for found, expected in zip(gradients, wanted, strict=True):
+            same(found, expected)
 
 
 def test_ulysses(on_ranks, same):
