@@ -134,7 +134,7 @@ def test_drop_is_verls_on_fsdp(same, chunked, options):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_through_the_engine(same, monkeypatch, packed):
-    """One step of verl's FSDP engine on a small model: `drop` is verl's mode there too, alone or beside log-probabilities."""
+    """A step of verl's FSDP engine, with and without log-probabilities beside: `drop` is its own mode there too."""
 
     class Model(torch.nn.Module):
         def __init__(self):

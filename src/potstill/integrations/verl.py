@@ -8,7 +8,8 @@ whatever the mode, and at the end, where a registry knows what to do with the ro
 what that variable makes verl do in each process, replaces the first and adds to the second. Other modes stay verl's.
 
 What verl does before and after holds here too: logits divided by the rollout's temperature, loss_max_clamp, task
-rewards, policy gradient, aggregation. potstill_forward_kl_drop is its forward_kl_topk, with its clamp at zero.
+rewards, policy gradient, aggregation; and the columns with which Megatron pads the vocabulary are in the softmax.
+potstill_forward_kl_drop is verl's forward_kl_topk, with its clamp at zero.
 """
 
 from dataclasses import dataclass, field
