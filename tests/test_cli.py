@@ -96,6 +96,8 @@ def test_a_student_from_a_folder_and_without_heldout_prompts(recipe_file, tmp_pa
         ("student=/nowhere/at/all", "student: "),
         ("loss.top_k=23", "loss.top_k is 23; expected 1 to 22, the teacher's vocabulary"),
         ("data.max_prompt_tokens=2", "data.train: all 16 prompts have more than 2 tokens"),
+        ("loss.top_k=1000000000000", "loss.top_k is 1000000000000; expected 1 to 22, the teacher's vocabulary"),
+        ("training.seed=4294967296", "training.seed: "),
         ("training.eval_strategy=never", "training.eval_strategy is 'never'; known: no, steps, epoch"),
     ],
 )
@@ -112,6 +114,16 @@ def test_data_mistakes_name_file_and_line(recipe_file, capsys):
     (recipe_file.parent / "train.jsonl").write_text('{"prompt": "a"}\n')
     assert main(["train", str(recipe_file), "warmup.steps=1"]) == 2
     assert "warmup.steps: no row of data.train has an `answer`" in capsys.readouterr().err
+
+
+def test_weights_that_were_cut_short_and_a_backend_that_is_not_installed(recipe_file, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: False)
+    assert main(["train", str(recipe_file), "training.report_to=tensorboard"]) == 2
+    assert re.match("potstill: training: .*tensorboard", capsys.readouterr().err)
+    weights = recipe_file.parent / "teacher" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert main(["train", str(recipe_file)]) == 2
+    assert "potstill: teacher.model=" in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_refused(recipe_file, tmp_path, capsys):

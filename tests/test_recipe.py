@@ -135,6 +135,13 @@ def test_estimators_need_samples_of_the_distribution_itself(recipe_file, setting
         ("data.answer_regex='('", "data.answer_regex .* is no regular expression"),
         ("training.fsdp=full_shard", "training.fsdp is not supported: start several processes with torchrun"),
         ("training.use_liger_kernel=true", "training.use_liger_kernel is not supported"),
+        ("training.per_device_train_batch_size=0", "training.per_device_train_batch_size is 0; expected 1 or more"),
+        ("training.per_device_eval_batch_size=0", "training.per_device_eval_batch_size is 0; expected 1 or more"),
+        ("training.gradient_accumulation_steps=0", "training.gradient_accumulation_steps is 0; expected 1 or more"),
+        ("training.learning_rate=-1", "training.learning_rate is -1; expected 0 or more"),
+        ("training.learning_rate=.nan", "training.learning_rate is nan; expected 0 or more"),
+        ("training.seed=-1", "training.seed is -1; expected 0 or more"),
+        ("student={config: {model_type: llama, num_attention_heads: 0}}", "student.config: "),
         ("max_steps", "'max_steps' is no override; write section.key=value"),
         ("loss.tail.x=1", "tail is .*; expected a mapping"),
         ("loss.tail=[", "not valid YAML"),
@@ -146,6 +153,17 @@ def test_mistakes_are_named(recipe_file, override, message):
     recipe_file.write_text(yaml.safe_dump(source))
     with pytest.raises(RecipeError, match=rf"tiny\.yaml: .*{message}"):
         load_recipe(recipe_file, [override])
+
+
+def test_a_training_key_without_a_value_means_its_default(recipe_file):
+    recipe = load_recipe(recipe_file, ["training.output_dir=", "training.learning_rate=", "training.logging_steps="])
+    training = resolved_training(recipe)
+    assert training["output_dir"] == "runs/tiny" and training["logging_steps"] == 10
+    assert "learning_rate" not in training
+
+
+def test_a_recipe_of_any_top_k_is_checked_in_little_memory(recipe_file):
+    assert load_recipe(recipe_file, ["loss.top_k=1000000000000"]).loss.top_k == 10**12
 
 
 def test_a_dump_loads_again_to_the_same_recipe(recipe_file):

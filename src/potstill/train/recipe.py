@@ -41,6 +41,11 @@ REFUSED_TRAINING = {  # what would run another loss or another forward
     "deepspeed": "start several processes with torchrun (DDP) instead",
     "fsdp": "start several processes with torchrun (DDP) instead",
 }
+LEAST_TRAINING = {  # TrainingArguments takes any number, and a run would fail once its models are loaded
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "dataloader_num_workers", "seed"), 0),
+}
+PROBE_TOP_K = 8  # tokens of the row that the loss is tried on, whatever its top_k
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def resolved_training(recipe: Recipe) -> dict[str, Any]:
     """The fields of TrainingArguments that a run sets: the recipe's, and our defaults for others."""
-    return {"output_dir": f"runs/{recipe.name}", **TRAINING_DEFAULTS, **recipe.training}
+    given = {key: value for key, value in recipe.training.items() if value is not None}
+    return {"output_dir": f"runs/{recipe.name}", **TRAINING_DEFAULTS, **given}
 
 
 def dump(recipe: Recipe) -> str:
@@ -418,8 +424,8 @@ def _check_loss(loss: Loss, rollout: Rollout) -> None:
                 f"rollout.{key} is {value:g}; expected {needed:g} with loss.estimator, which is a mean over tokens "
                 "sampled from the very distribution that the loss compares"
             )
-    # The loss knows what else it accepts: it is asked with one row over a vocabulary of top_k tokens.
-    token_ids = torch.arange(loss.top_k if loss.estimator is None else 1).unsqueeze(0)
+    # The loss knows what else it accepts: it is asked with one row over a vocabulary of a few tokens.
+    token_ids = torch.arange(min(loss.top_k, PROBE_TOP_K) if loss.estimator is None else 1).unsqueeze(0)
     logits = torch.zeros(token_ids.shape)
     teacher = TeacherTopK(token_ids, logits.log_softmax(-1), temperature=loss.temperature)
     try:
@@ -444,7 +450,7 @@ def _check_student_config(config: dict[str, Any]) -> None:
         check_known(key, known, "student.config.")
     try:
         config_class(**config)
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except (StrictDataclassError, TypeError, ValueError, ArithmeticError) as error:
         raise RecipeError(f"student.config: {error}") from None
 
 
@@ -458,6 +464,8 @@ def _check_training(training: dict[str, Any]) -> None:
         expect(value, hints[key], f"training.{key}")
         if key in REFUSED_TRAINING and value:
             raise RecipeError(f"training.{key} is not supported: {REFUSED_TRAINING[key]}")
+        if key in LEAST_TRAINING and not value >= LEAST_TRAINING[key]:
+            raise RecipeError(f"training.{key} is {value}; expected {LEAST_TRAINING[key]} or more")
         for hint in (hints[key], *typing.get_args(hints[key])):
             choices: list[str] = [option.value for option in hint] if isinstance(hint, EnumMeta) else []  # type: ignore
             if choices and isinstance(value, str) and value not in choices:

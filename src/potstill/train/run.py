@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -61,7 +62,8 @@ def run(recipe: Recipe, *, resume: bool = False) -> RunResult:
     folder = Path(args.output_dir or ".")
     metrics = folder / METRICS_FILE
     checkpoint = _checkpoint(args, folder, resume)
-    set_seed(args.seed)
+    with _naming("training.seed"):
+        set_seed(args.seed)
     trainer = build_trainer(recipe, args)
     resuming = checkpoint is not None
     if not resuming:
@@ -301,5 +303,5 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except RecipeError:
         raise
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError, SafetensorError) as error:
         raise RecipeError(f"{key}: {error}") from error
