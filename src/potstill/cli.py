@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.add_argument("--budget", metavar="GIB", type=float, help="memory there is for the loss")
     plan.set_defaults(run=_plan)
     bench = commands.add_parser("bench", help="measure exactness, memory, speed or whole steps")
-    bench.add_argument("benchmark", choices=("exactness", "memory", "speed", "trainer"))
+    bench.add_argument("benchmark", choices=("exactness", "memory", "speed", "trainer", "packages"))
     bench.add_argument("options", nargs=argparse.REMAINDER, help="see potstill bench BENCHMARK --help")
     bench.set_defaults(run=_bench)
     # argparse takes no positionals after an option that followed some: overrides may stand on both sides of it.

@@ -204,10 +204,10 @@ def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def rows_that_fit(setting: Setting) -> Setting:
-    """The setting with as many rows as half of this machine's free memory holds, in one chunk."""
+    """The setting with as many rows as a third of this machine's free memory holds, in one chunk."""
     # Logits, two gradients, and a float32 tile with what topk makes of it.
     needed = setting.vocab_size * (3 * setting.dtype.itemsize + 8)
-    return setting._replace(rows=min(setting.rows, max(SLICE, _free_bytes() // 2 // needed)))
+    return setting._replace(rows=min(setting.rows, max(SLICE, _free_bytes() // 3 // needed)))
 
 
 def _free_bytes() -> int:
