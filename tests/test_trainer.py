@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
-from potstill import LogitTransform
+from potstill import LinearLogits, LogitTransform
 from potstill.core import passes
 from potstill.rollouts.transformers import TransformersRollouts
-from potstill.teachers.local import LocalTeacher, check_same_tokenizer
+from potstill.teachers.local import LocalTeacher, ScoredModel, check_same_tokenizer
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train import DistillationTrainer
 from potstill.train.heldout import extract_answer
-from potstill.train.losses import topk_loss
+from potstill.train.losses import full_vocab_loss, topk_loss
 from potstill.train.meter import StepMeter
 from train_fixtures import make_model, make_tokenizer
 
@@ -417,6 +417,22 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path, gradi
         batches = torch.load(file, weights_only=True)
         assert len(batches) == 2 and batches[1]["teacher"]["log_probs"].shape == (*batches[1]["target_ids"].shape, 4)
         assert batches[0]["input_ids"].shape == batches[0]["attention_mask"].shape
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_a_skipped_step_keeps_a_teacher_of_the_whole_vocabulary(tmp_path, formed):
+    scored = ScoredModel(make_model(seed=1).double(), PLAIN)
+
+    def teacher(batch):
+        hidden, weight, bias = scored.logits(batch)
+        logits = LinearLogits(hidden * torch.nan, weight, bias)
+        return logits.hidden @ logits.weight.T if formed else logits
+
+    trainer = make_trainer(tmp_path, teacher=teacher, loss=full_vocab_loss, max_steps=1)
+    trainer.train()
+    (batch,) = torch.load(tmp_path / "skipped-step-1-rank-0.pt", weights_only=True)
+    kept = batch["teacher"] if formed else batch["teacher"]["hidden"]
+    assert len(kept) == len(batch["scored_rows"]) and kept.isnan().all()
 
 
 def test_a_skipped_step_is_left_out_of_the_means_of_a_row(tmp_path):

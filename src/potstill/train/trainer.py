@@ -20,6 +20,7 @@ update.
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -299,7 +300,7 @@ class DistillationTrainer(Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"skipped-step-{number}-rank-{self.args.process_index}.pt"
-        torch.save([{**batch, "teacher": vars(batch["teacher"])} for batch in self.micro_batches], file)
+        torch.save([{**batch, "teacher": _plain(batch["teacher"])} for batch in self.micro_batches], file)
         what = "gradient" if math.isfinite(loss) else "loss"
         show(f"step {number} skipped: its {what} is not finite; its micro-batches are in {file}")
         if self.skipped_in_a_row == self.max_skipped_steps:
@@ -377,6 +378,13 @@ class DistillationTrainer(Trainer):
         self.log(dict(metrics))  # log adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def _plain(teacher: Any) -> Any:
+    """What torch.load reads without executing code: tensors, alone or in a dict."""
+    if isinstance(teacher, LinearLogits):
+        return teacher._asdict()
+    return vars(teacher) if is_dataclass(teacher) else teacher
 
 
 def _check_completions(rows: Sequence[PromptRow], lmbda: float) -> None:
