@@ -17,6 +17,7 @@ import potstill.train
 from potstill.cli import main
 from potstill.rollouts.transformers import TransformersRollouts
 from potstill.train.checkpoints import StopRequest, checkpoints_in, is_whole, newest_checkpoint
+from potstill.train.run import first_measurement
 from test_trainer import ROWS, TOKENIZER, make_trainer
 from train_fixtures import make_model, write_recipe
 
@@ -132,6 +133,14 @@ def test_a_checkpoint_with_a_file_missing_or_cut_short_is_passed_over(two_checkp
     assert newest_checkpoint(two_checkpoints) == newest
 
 
+def test_a_checkpoint_whose_configuration_was_cut_short_is_passed_over(two_checkpoints):
+    newest, older = checkpoints_in(two_checkpoints)
+    content = (newest / "config.json").read_bytes()
+    (newest / "config.json").write_bytes(content[: len(content) // 2])
+    assert newest_checkpoint(two_checkpoints) == older
+    (newest / "config.json").write_bytes(content)
+
+
 def test_a_checkpoint_that_is_being_overwritten_is_not_whole(two_checkpoints, tmp_path, monkeypatch):
     run = shutil.copytree(two_checkpoints, tmp_path / "run")
     options = {"model": make_model(), "max_steps": 10, "save_strategy": "steps", "save_steps": 5}
@@ -201,6 +210,15 @@ def test_resume_without_and_start_with_checkpoints_are_refused(tmp_path, capsys)
     assert (out / "model.safetensors").read_bytes() == weights and (out / "README.md").read_text() == table
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "loss" in row] == [1, 2, 3]
+
+
+def test_the_first_measurement_outlives_a_line_that_was_cut_short(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    assert first_measurement(metrics) == {}
+    metrics.write_text('{"phase": "distil", "step": 1, "loss": 1.0}\n{"phase": "dis')
+    assert first_measurement(metrics) == {}
+    metrics.write_text('{"phase": "distil", "step": 0, "eval_kl": 0.5}\n{"phase": "dis')
+    assert first_measurement(metrics) == {"eval_kl": 0.5}
 
 
 def test_steps_that_are_not_finite_end_the_command_with_code_1(tmp_path, monkeypatch, capsys):

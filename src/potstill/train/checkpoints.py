@@ -30,10 +30,12 @@ def newest_checkpoint(folder: Path, world_size: int = 1) -> Path | None:
 
 
 def is_whole(checkpoint: Path, world_size: int = 1) -> bool:
-    """Whether every file is there and none was cut short: weights, optimiser, scheduler, generators, state."""
+    """Whether every file is there and none was cut short: weights, optimiser, scheduler, generators, JSON files."""
     ranks = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_bytes())
+        for path in checkpoint.glob("*.json"):  # the configuration, too, is read when the weights are loaded
+            json.loads(path.read_bytes())
         return (
             state["global_step"] == _step(checkpoint)
             and all(zipfile.is_zipfile(checkpoint / name) for name in ("optimizer.pt", "scheduler.pt", *ranks))

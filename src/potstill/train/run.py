@@ -257,8 +257,9 @@ def first_measurement(metrics: Path) -> dict[str, float]:
     """The held-out metrics that an earlier, interrupted run began with; empty if there are none."""
     with contextlib.suppress(OSError), open(metrics, encoding="utf-8") as lines:
         for line in lines:
-            if "eval_kl" in (row := json.loads(line)):
-                return {name: value for name, value in row.items() if name.startswith("eval_")}
+            with contextlib.suppress(json.JSONDecodeError):  # a last line that was cut short
+                if "eval_kl" in (row := json.loads(line)):
+                    return {name: value for name, value in row.items() if name.startswith("eval_")}
     return {}
 
 
