@@ -97,6 +97,10 @@ def test_a_student_from_a_folder_and_without_heldout_prompts(recipe_file, tmp_pa
         ("loss.top_k=23", "loss.top_k is 23; expected 1 to 22, the teacher's vocabulary"),
         ("data.max_prompt_tokens=2", "data.train: all 16 prompts have more than 2 tokens"),
         ("loss.top_k=1000000000000", "loss.top_k is 1000000000000; expected 1 to 22, the teacher's vocabulary"),
+        (
+            "rollout.max_new_tokens=60",
+            "data.train: prompt 1 has 6 tokens, up to 66 with .* the teacher has positions for 64",
+        ),
         ("training.seed=4294967296", "training.seed: "),
         ("training.eval_strategy=never", "training.eval_strategy is 'never'; known: no, steps, epoch"),
     ],
@@ -114,6 +118,14 @@ def test_data_mistakes_name_file_and_line(recipe_file, capsys):
     (recipe_file.parent / "train.jsonl").write_text('{"prompt": "a"}\n')
     assert main(["train", str(recipe_file), "warmup.steps=1"]) == 2
     assert "warmup.steps: no row of data.train has an `answer`" in capsys.readouterr().err
+
+
+def test_completions_longer_than_the_student_are_refused(recipe_file, capsys):
+    rows = [{"prompt": "a b", "completion": "c"}, {"prompt": "a b", "completion": "c " * 62}]
+    (recipe_file.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["train", str(recipe_file), "training.max_steps=1"]) == 0  # completed by the student, in 5 tokens
+    assert main(["train", str(recipe_file), "rollout.lmbda=0.5"]) == 2
+    assert "data.train: prompt 2 has 3 tokens, up to 66 with its completion" in capsys.readouterr().err
 
 
 def test_weights_that_were_cut_short_and_a_backend_that_is_not_installed(recipe_file, capsys, monkeypatch):

@@ -94,6 +94,15 @@ def test_padded_columns_of_the_head_are_never_sampled():
     assert {token for ids in completions for token in ids} <= set(range(22))
 
 
+def test_logits_that_are_not_finite_end_sampling_in_words():
+    model = make_model()
+    own_config = model.generation_config
+    model.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(FloatingPointError, match="the student's logits are not finite"):
+        TransformersRollouts(make_tokenizer(), max_new_tokens=4)(model, [{"prompt_ids": [1, 5]}], seed=0)
+    assert model.generation_config is own_config and model.training
+
+
 def test_stop_ids_and_padding():
     model, tokenizer = make_model(), make_tokenizer()
     assert stop_token_ids(model, tokenizer) == [2]

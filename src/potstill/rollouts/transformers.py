@@ -54,6 +54,9 @@ class TransformersRollouts:
 
         Returns:
             Token ids per prompt, without the prompt; the first EOS, where there is one, is the last of them.
+
+        Raises:
+            FloatingPointError: on a CPU, the model's logits are not finite, so that nothing can be sampled.
         """
         prompts = [row["prompt_ids"] for row in rows]
         eos_token_ids = stop_token_ids(model, self.tokenizer)
@@ -94,6 +97,13 @@ class TransformersRollouts:
                     )
                     for index, completion in zip(part, output[:, length:].tolist(), strict=True):
                         completions[index] = cut_after_eos(completion, eos_token_ids)
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            raise FloatingPointError(
+                "the student's logits are not finite, so that nothing can be sampled from them: its weights are "
+                "broken, or training has diverged. Lower training.learning_rate, and go on from an earlier checkpoint"
+            ) from error
         finally:
             model.generation_config = own_config
             model.train(was_training)

@@ -171,6 +171,9 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
         student = build_student(student_spec, teacher_model)
         teacher_model = student if teacher_model is None else teacher_model
         transform, teacher_transform = _transforms(student, teacher_model, tokenizer)
+    for split, rows in (("train", train), ("heldout", heldout or [])):
+        for name, model in (("teacher", teacher_model), ("student", student)):
+            _check_lengths(recipe, split, rows, name, model.config)
     with _naming("loss"):
         top_k = loss.top_k if loss.estimator is None else None
         kind = OwnBase if own_base else LocalTeacher
@@ -281,6 +284,23 @@ def _prompts(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase, see
     note = f" ({long:,} {dealt}: more than {data.max_prompt_tokens} tokens)" if long else ""
     show(f"{split} prompts: {len(prompts):,}{note}")
     return prompts
+
+
+def _check_lengths(recipe: Recipe, split: str, rows: list[PromptRow], name: str, config: PreTrainedConfig) -> None:
+    """Refuse rows that, once completed, are longer than what a model has positions for."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None:
+        return
+    mixed = split == "train" and recipe.rollout.lmbda < 1
+    for number, row in enumerate(rows, start=1):
+        own = len(row["completion_ids"] or []) if mixed else 0
+        length = len(row["prompt_ids"]) + max(recipe.rollout.max_new_tokens, own)
+        if length > positions:
+            raise RecipeError(
+                f"data.{split}: prompt {number} has {len(row['prompt_ids'])} tokens, up to {length} with its "
+                f"completion, but the {name} has positions for {positions}; lower data.max_prompt_tokens or "
+                "rollout.max_new_tokens" + (", or shorten the data's completions" if mixed else "")
+            )
 
 
 def _transforms(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
