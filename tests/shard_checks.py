@@ -424,6 +424,28 @@ def check_surroundings(shard):
     same(z.detach(), before, "the caller's logits")
 
 
+def check_without_a_gradient(shard):
+    """Under no_grad and inference_mode, and with a teacher made in inference mode, the values are the same."""
+    x = Inputs()
+    cut = slice(shard.start, shard.stop)
+    for form in ("logits", "linear"):
+        leaves, whole = x.leaves(form, shard), x.leaves(form)
+        own, student = (y[0] if form == "logits" else LinearLogits(*y) for y in (leaves, whole))
+        want = [topk_distillation_loss(student, x.teacher), full_vocab_distillation_loss(student, x.teacher_logits)]
+        for without in (torch.no_grad, torch.inference_mode):
+            with without():
+                teacher_logits = x.teacher_logits[..., cut].clone()
+                found = [
+                    topk_distillation_loss(own, x.teacher, shard=shard),
+                    full_vocab_distillation_loss(own, teacher_logits, shard=shard),
+                ]
+            for out, wanted in zip(found, want, strict=True):
+                same(out.loss, wanted.loss.detach(), f"{form} {without.__name__}")
+        out = full_vocab_distillation_loss(own, teacher_logits, shard=shard)
+        grad, expected = (torch.autograd.grad(y.loss, z[0])[0] for y, z in ((out, leaves), (want[1], whole)))
+        same(grad, expected[..., cut] if form == "logits" else expected, f"{form} teacher of inference mode")
+
+
 def check_dtensor(shard):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

@@ -22,7 +22,7 @@ from potstill.core.numerics import compute_dtype, logsumexp
 from potstill.core.operators import outside_graph
 from potstill.core.pairs import Pairs, RowLoss
 from potstill.core.passes import zero_rows_
-from potstill.core.single_pass import LinearGradients, Needs
+from potstill.core.single_pass import LinearGradients, Needs, needs_gradient
 from potstill.core.tiles import LinearLogits, first_part, from_parts, parts_of
 from potstill.core.topk import top_coarse
 from potstill.core.vocab_parallel import VocabShard, add_up, gather
@@ -32,7 +32,8 @@ def full_vocab_over_shards(pairs: Pairs, row_loss: RowLoss, mask: Tensor, shard:
     """per_token [N] of every rank's tiles, differentiable in the student."""
     student, teacher = parts_of(pairs.student), parts_of(pairs.teacher)
     with torch.autocast(mask.device.type, enabled=False):
-        return outside_graph(_OverShards.apply, pairs, row_loss, mask, shard, *student, *teacher)
+        given = pairs, row_loss, mask, shard, needs_gradient(pairs.student)
+        return outside_graph(_OverShards.apply, *given, *student, *teacher)
 
 
 def bucket_over_shards(pairs: Pairs, row_loss: RowLoss, mask: Tensor, k: int, shard: VocabShard) -> Tensor:
@@ -48,9 +49,9 @@ class _OverShards(torch.autograd.Function):
     """Keeps the inputs and 3 numbers a row."""
 
     @staticmethod
-    def forward(ctx, pairs, row_loss, mask, shard, *parts):
+    def forward(ctx, pairs, row_loss, mask, shard, needed, *parts):
         lse = _logsumexps(pairs, shard)
-        value, slope = add_up(_values(pairs, row_loss, mask, lse), shard)
+        value, slope = add_up(_values(pairs, row_loss, mask, lse, needed), shard)
         ctx.row_loss, ctx.readers, ctx.n_student = row_loss, pairs[2:], len(parts_of(pairs.student))
         ctx.unsaved = parts if any(x is not None and x.is_inference() for x in parts) else ()
         ctx.save_for_backward(mask, lse, slope, *(() if ctx.unsaved else parts))
@@ -65,10 +66,10 @@ class _OverShards(torch.autograd.Function):
         pairs = Pairs(from_parts(parts[:n]), from_parts(parts[n:]), *ctx.readers)
         tiles, student = _gradients(pairs, ctx.row_loss, mask, lse, slope, upstream), pairs.student
         if isinstance(student, LinearLogits):
-            grads = _linear_gradients(student, mask, tiles, ctx.needs_input_grad[4:7])
+            grads = _linear_gradients(student, mask, tiles, ctx.needs_input_grad[5:8])
         else:
             grads = (_logits_gradient(student, mask, tiles),)
-        return None, None, None, None, *grads, *[None] * (len(parts) - n)
+        return None, None, None, None, None, *grads, *[None] * (len(parts) - n)
 
 
 def _logsumexps(pairs: Pairs, shard: VocabShard) -> Tensor:
@@ -94,17 +95,18 @@ def _terms(
     return torch.where(mask, value * row_loss.scale, 0.0)
 
 
-def _values(pairs: Pairs, row_loss: RowLoss, mask: Tensor, lse: Tensor) -> Tensor:
-    """This rank's part [2, N] of each row's value and of its derivative by the student's logsumexp."""
-    own = torch.empty_like(lse)
+def _values(pairs: Pairs, row_loss: RowLoss, mask: Tensor, lse: Tensor, needed: bool) -> Tensor:
+    """This rank's part [2, N] of each row's value and, if needed, of its derivative by the student's logsumexp."""
+    own = torch.zeros_like(lse)
     for rows, student, teacher in pairs.pieces():
         for tile, student_z, teacher_z in pairs.tiles(student, teacher):
             given = lse[:, rows][:, tile]
-            with torch.enable_grad():
-                student_lse = given[0].clone().requires_grad_()
+            with torch.set_grad_enabled(needed):
+                student_lse = given[0].clone().requires_grad_(needed)
                 value = _terms(row_loss, student_z, teacher_z, student_lse, given[1], mask[rows][tile])
-            (slope,) = torch.autograd.grad(value, student_lse, torch.ones_like(value))
-            own[:, rows][:, tile] = torch.stack([value.detach(), slope])
+            own[0, rows][tile] = value.detach()
+            if needed:
+                (own[1, rows][tile],) = torch.autograd.grad(value, student_lse, torch.ones_like(value))
     return own
 
 

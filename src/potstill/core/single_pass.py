@@ -21,7 +21,7 @@ from potstill.core.numerics import compute_dtype
 from potstill.core.operators import outside_graph
 from potstill.core.passes import gradient, idle_rows, join, statistics
 from potstill.core.rows import RowWeights
-from potstill.core.tiles import LinearLogits, TileReader, budget, chunk_bounds
+from potstill.core.tiles import LinearLogits, Logits, TileReader, budget, chunk_bounds, parts_of
 from potstill.core.vocab_parallel import VocabShard
 
 WEIGHT_BLOCK = 16384  # vocabulary rows whose float32 update is in memory at a time
@@ -37,9 +37,9 @@ Score = Callable[[CoarseLogits, slice], RowNumbers]
 """The loss of some rows: their coarse logits and which rows they are, to their numbers."""
 
 
-def needs_gradient(linear: LinearLogits) -> bool:
+def needs_gradient(logits: Logits) -> bool:
     """Whether a backward through any part can follow."""
-    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in linear)
+    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts_of(logits))
 
 
 def single_pass_pays(linear: LinearLogits, memory: str, shard: VocabShard | None = None) -> bool:
