@@ -380,6 +380,17 @@ def check_refusals(shard):
     assert "14" in wrong, wrong
 
 
+def check_a_group_of_others(shard):
+    if shard.size == 1:
+        return
+    others = dist.new_group([1])
+    if shard.rank == 1:
+        assert VocabShard.even(V, others).stop == V
+        return
+    for make in (lambda: VocabShard.even(V, others), lambda: VocabShard(0, V, others)):
+        assert "not in the shard's group" in expect_error(ValueError, make)
+
+
 def check_sequence_parallel(shard):
     torch.manual_seed(3)
     rows = 2 * shard.size

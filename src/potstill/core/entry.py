@@ -22,13 +22,7 @@ def enter(logits: Logits, shard: VocabShard | None, name: str = "logits") -> tup
     logits = check_logits(logits, name)
     if shard is None:
         return logits, None
-    width = vocab_width(logits)
-    if width != shard.width:
-        gathered = "; they look gathered: pass this rank's columns, or leave shard out" * (width == shard.vocab_size)
-        raise ValueError(
-            f"{name} have {width} columns but this rank owns the {shard.width} ids from {shard.start} to "
-            f"{shard.stop}{gathered}"
-        )
+    shard.check_width(vocab_width(logits), name)
     if isinstance(logits, LinearLogits):
         logits = LinearLogits(to_shards(logits.hidden, shard), *logits[1:])
     return logits, shard

@@ -31,7 +31,7 @@ class VocabShard:
             gathered in forward, and their gradient is reduced and scattered.
 
     Raises:
-        ValueError: bounds that leave a gap, overlap, or do not end at vocab_size.
+        ValueError: bounds that leave a gap, overlap, or do not end at vocab_size; a rank that is not in the group.
     """
 
     start: int
@@ -44,6 +44,7 @@ class VocabShard:
     def __post_init__(self) -> None:
         if not dist.is_initialized():
             raise ValueError("VocabShard needs a process group: call torch.distributed.init_process_group first")
+        _check_member(self.group)
         own = (self.start, self.stop)
         if not self.bounds:
             found: list[tuple[int, int]] = [own] * self.size
@@ -65,6 +66,7 @@ class VocabShard:
         cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, sequence_parallel: bool = False
     ) -> "VocabShard":
         """The cut of torch.chunk and DTensor: ceil(V / tp) ids each, the last ranks fewer or none. No collective."""
+        _check_member(group)
         size = dist.get_world_size(group)
         width = -(-vocab_size // size)
         bounds = tuple((min(r * width, vocab_size), min((r + 1) * width, vocab_size)) for r in range(size))
@@ -117,6 +119,13 @@ class VocabShard:
     def real(self, vocab_size: int) -> int:
         """How many of this rank's ids are below the real vocabulary size."""
         return min(max(vocab_size - self.start, 0), self.width)
+
+
+def _check_member(group: dist.ProcessGroup | None) -> None:
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the shard's group: pass the tensor-parallel group that it belongs to"
+        )
 
 
 def combine(
