@@ -352,7 +352,8 @@ def check_single_pass_pieces(shard):
     )
     assert "recompute" in refused or shard.size == 1, refused
     topk_distillation_loss(linear, teacher, shard=shard, memory="single_pass", chunk_size=5)
-    assert topk_distillation_loss(linear, teacher, shard=shard).per_token.grad_fn is not None  # auto recomputes
+    if shard.size > 1:  # auto recomputes: single_pass refuses a gradient that arrives for per_token
+        topk_distillation_loss(linear, teacher, shard=shard).per_token.sum().backward()
 
 
 def expect_error(kind, call, *args, **options):
