@@ -73,7 +73,9 @@ def test_make_targets_that_are_documented_exist() -> None:
     assert set(re.findall(r"(?:^|`)make ([\w-]+)", documented, flags=re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/measured.md", "docs/teacher-payload.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/measured.md", "docs/teacher-payload.md"]
+)
 def test_links_to_files_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (ROOT / name).parent.joinpath(link).exists()]
