@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
-from potstill import LinearLogits, LogitTransform
+from potstill import LinearLogits, LogitTransform, TeacherTopK
 from potstill.core import passes
 from potstill.rollouts.transformers import TransformersRollouts
 from potstill.teachers.local import LocalTeacher, ScoredModel, check_same_tokenizer
@@ -339,10 +339,20 @@ def test_lmbda_is_the_share_of_rows_that_the_student_completes(tmp_path, lmbda):
     own = [text == row["completion_ids"] for row, text in rows]
     assert len(rows) == 200 and all(is_own or text == [5, 2] for is_own, (_, text) in zip(own, rows, strict=True))
     assert own.count(False) == sum(sampled)
+    assert (len({tuple(own[i : i + 8]) for i in range(0, 200, 8)}) > 1) == (lmbda == 0.3)  # a new coin every step
     assert {0.0: sum(sampled) == 0, 0.3: 40 <= sum(sampled) <= 80, 1.0: sum(sampled) == 200}[lmbda]
     (log,) = [log for log in trainer.state.log_history if "loss" in log]
     assert log["on_policy_share"] == pytest.approx(sum(sampled) / 200)
     assert log["mean_length"] == pytest.approx(2 * sum(sampled) / 200 + 4 * own.count(True) / 200)
+
+
+def test_a_teacher_that_cannot_be_right_ends_the_run_in_words(tmp_path):
+    def broken(batch):
+        n = len(batch["scored_rows"])
+        return TeacherTopK(torch.arange(2).expand(n, 2), torch.full((n, 2), float("nan")))
+
+    with pytest.raises(FloatingPointError, match=r"step 1: the teacher cannot be right: .*NaN"):
+        make_trainer(tmp_path, teacher=broken).train()
 
 
 def test_rows_without_a_completion_are_refused_at_the_start(tmp_path):

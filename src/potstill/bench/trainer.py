@@ -1,8 +1,8 @@
 """`potstill bench trainer`: whole training steps here and in TRL's DistillationTrainer, same pair, prompts and loss.
 
 The loss is the forward KL over the whole vocabulary, on samples of the student. Each repetition starts both trainers
-one after the other, each in a process of its own, in an environment that has TRL (scripts/integrations.sh makes one);
-a ratio is the median over repetitions. Held-out KL is measured by the same code for both.
+one after the other, each in a process of its own, in an environment with TRL; `scripts/integrations.sh python3 trl`
+makes one. A ratio is the median over repetitions. Held-out KL is measured by the same code for both.
 """
 
 import argparse

@@ -83,7 +83,10 @@ class CoarseLogits(NamedTuple):
         return others._replace(selected=torch.where(mask.unsqueeze(-1), self.selected, 0.0))
 
     def joined(self, token_ids: Tensor, shard: VocabShard | None) -> "CoarseLogits":
-        """Those of the whole vocabulary, from every rank's own at the global ids; the same without a shard."""
+        """Those of the whole vocabulary, from every rank's own at the global ids; the same without a shard.
+
+        Over shards rest_error is lost: float32 log-probabilities then err by half a unit of the logits' last place.
+        """
         if shard is None:
             return self
         return CoarseLogits(*combine(shard, token_ids, self.selected, self.rest, self.rest_mean))
@@ -151,7 +154,8 @@ def coarse_logits(
         temperature: divides z after the transform, in float32.
         transform: the model's own scale, softcap and padded vocabulary.
         shard: the ids that this rank's logits (or weight) are of; token_ids stay global. One all-reduce of
-            [N, K + tp] numbers in forward; for LinearLogits one of hidden's gradient in backward.
+            [N, K + tp] numbers in forward (with entropy K + 2 tp); for LinearLogits one of hidden's gradient in
+            backward.
         entropy: also compute what `.entropy` needs.
         chunk_size: an exact upper bound on the rows of any full-width tile; None takes it from a byte budget.
         reuse_logits: backward writes the gradient into the caller's logits (peak 1 instead of 2 times them).

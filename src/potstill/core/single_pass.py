@@ -117,7 +117,9 @@ class LinearGradients(NamedTuple):
         width = d_raw.shape[1]
         if self.hidden is not None:
             torch.mm(d_raw, weight[:width], out=self.hidden[rows])
-        if self.weight is not None:
+        if self.weight is not None and self.weight.dtype == hidden.dtype:
+            self.weight[:width].addmm_(d_raw.t(), hidden)
+        elif self.weight is not None:
             for start, stop in chunk_bounds(width, WEIGHT_BLOCK):
                 self.weight[start:stop] += d_raw[:, start:stop].t() @ hidden
         if self.bias is not None:

@@ -86,7 +86,7 @@ def budget(device: torch.device) -> Budget:
     GPU both only have to be small beside the logits.
     """
     if device.type == "cpu":
-        return Budget(tile=8 << 20, product=128 << 20, weight_gradient=2 << 30)
+        return Budget(tile=8 << 20, product=256 << 20, weight_gradient=2 << 30)
     return Budget(tile=64 << 20, product=384 << 20, weight_gradient=4 << 30)
 
 

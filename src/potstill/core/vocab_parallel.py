@@ -29,6 +29,7 @@ class VocabShard:
         vocab_size: V, the global width of the head, padding included; checked against the bounds.
         sequence_parallel: `hidden` holds this rank's part of the rows, cut along the first dimension: they are
             gathered in forward, and their gradient is reduced and scattered.
+        bounds: (start, stop) of every rank, where they are known: then nothing is exchanged.
 
     Raises:
         ValueError: bounds that leave a gap, overlap, or do not end at vocab_size; a rank that is not in the group.
@@ -50,6 +51,8 @@ class VocabShard:
             found: list[tuple[int, int]] = [own] * self.size
             dist.all_gather_object(found, own, group=self.group)
             object.__setattr__(self, "bounds", tuple(found))
+        if len(self.bounds) != self.size or self.bounds[self.rank] != own:
+            raise ValueError(f"bounds {self.bounds} are not those of {self.size} ranks of which this one owns {own}")
         edges = [0, *(edge for bounds in self.bounds for edge in bounds)]
         if any(a != b for a, b in zip(edges[::2], edges[1::2], strict=False)) or edges != sorted(edges):
             raise ValueError(

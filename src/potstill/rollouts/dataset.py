@@ -38,7 +38,7 @@ def read_rows(
         OSError: the file cannot be read.
     """
     is_file = Path(path).is_file()
-    if is_file and Path(path).suffix != ".parquet":
+    if is_file and Path(path).suffix.lower() != ".parquet":
         unit, numbered = "line", _lines(path)
     else:
         unit, numbered = (

@@ -183,13 +183,22 @@ class DistillationTrainer(Trainer):
                     batch = self._batch(micro_batch, list(islice(completions, len(micro_batch))))
                     scores = self.teacher(batch)
                     if isinstance(scores, TeacherTopK):
-                        scores.validate(self.student.head.out_features)
+                        self._check_teacher(scores)
                     batches.append({**batch, "teacher": scores})
         self.micro_batches = batches
         own_tokens = sum(len(batch["scored_rows"]) for batch in batches)
         self.meter.add(tokens=own_tokens)
         num_tokens = self.accelerator.reduce(torch.tensor(own_tokens, device=device), "sum") // self.get_tp_size()
         return batches, num_tokens
+
+    def _check_teacher(self, scores: TeacherTopK) -> None:
+        try:
+            scores.validate(self.student.head.out_features)
+        except ValueError as error:
+            # No step can be skipped for it: the next batch would meet the same teacher.
+            raise FloatingPointError(
+                f"step {self.state.global_step + 1}: the teacher cannot be right: {error}"
+            ) from None
 
     def _complete(self, rows: Sequence[PromptRow]) -> list[list[int]]:
         """The student's completion of each row, or with probability 1 - lmbda its own."""
