@@ -304,7 +304,7 @@ def test_what_is_refused(tmp_path):
         LocalTeacher(make_model(), PLAIN, top_k=99)
     poisoned = make_trainer(tmp_path)
     poisoned.teacher.model.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
+    with pytest.raises(FloatingPointError, match=r"the teacher cannot be right: .*NaN"):
         step_batches(poisoned, ROWS)
 
 

@@ -118,7 +118,7 @@ class LinearGradients(NamedTuple):
         if self.hidden is not None:
             torch.mm(d_raw, weight[:width], out=self.hidden[rows])
         if self.weight is not None and self.weight.dtype == hidden.dtype:
-            self.weight[:width].addmm_(d_raw.t(), hidden)
+            torch.addmm(self.weight[:width], d_raw.t(), hidden, out=self.weight[:width])
         elif self.weight is not None:
             for start, stop in chunk_bounds(width, WEIGHT_BLOCK):
                 self.weight[start:stop] += d_raw[:, start:stop].t() @ hidden
