@@ -287,16 +287,35 @@ def check_full_vocabulary(shard):
                 x.compare(form, call, shard, f"{form} {options} {linear_teacher}", **given)
 
 
+def check_other_dtypes(shard):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        x = Inputs(dtype=dtype)
+        for form in FORMS:
+            (out, grads), (want, expected) = x.both(form, topk_distillation_loss, shard, teacher=x.teacher)
+            for a, b in zip((out.loss, *grads), (want.loss, *expected), strict=True):
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def check_reused_logits(shard):
+    x = Inputs()
+    (leaf,), (other,) = x.leaves("logits", shard), x.leaves("logits", shard)
+    z = leaf * 1.0
+    topk_distillation_loss(z, x.teacher, shard=shard, reuse_logits=True).loss.backward()
+    topk_distillation_loss(other, x.teacher, shard=shard).loss.backward()
+    same(leaf.grad, other.grad)
+
+
 @contextmanager
 def counted():
-    """Names and numbers of elements of the collectives within."""
+    """Names and bytes of the collectives within."""
     calls, originals = [], {}
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
         originals[name] = getattr(dist, name)
 
         def count(*args, _name=name, **options):
             tensor = args[0][0] if isinstance(args[0], list) else args[0]
-            calls.append((_name, tensor.numel()))
+            calls.append((_name, tensor.numel() * tensor.element_size()))
             return originals[_name](*args, **options)
 
         setattr(dist, name, count)
@@ -309,8 +328,8 @@ def counted():
 
 def check_collectives(shard):
     x = Inputs(dtype=torch.float32)
-    reduced = [("all_reduce", N * (K + shard.size))]
-    d_hidden = [("all_reduce", N * H)]
+    reduced = [("all_reduce", 4 * N * (K + shard.size))]
+    d_hidden = [("all_reduce", 4 * N * H)]
     for tail in TAILS:
         for chunk_size in (1, None):
             (z,) = x.leaves("logits", shard)
@@ -327,15 +346,15 @@ def check_collectives(shard):
     with counted() as calls:
         options = {"memory": "single_pass", "chunk_size": 2}
         topk_distillation_loss(LinearLogits(*leaves), x.teacher, shard=shard, **options).loss.backward()
-    assert calls == [("all_reduce", 2 * (K + shard.size))] * 3 + d_hidden, calls
+    assert calls == [("all_reduce", 4 * 2 * (K + shard.size))] * 3 + d_hidden, calls
     with counted() as calls:
         topk_distillation_loss(x.leaves("logits", shard)[0], x.teacher, shard=shard, diagnostics=True)
-    assert calls == [*reduced, ("all_gather", N * (2 * K + 1))], calls
+    assert calls == [*reduced, ("all_gather", 8 * N * (2 * K + 1))], calls
     (z,) = x.leaves("logits", shard)
     with counted() as calls:
         teacher_logits = x.teacher_logits[..., shard.start : shard.stop]
         full_vocab_distillation_loss(z, teacher_logits, shard=shard).loss.backward()
-    assert calls == [("all_gather", 2 * N), ("all_reduce", 2 * N)], calls
+    assert calls == [("all_gather", 4 * 2 * N), ("all_reduce", 4 * 2 * N)], calls
     with counted() as calls:
         VocabShard.even(V, dist.group.WORLD)
     assert calls == []

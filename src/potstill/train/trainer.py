@@ -37,7 +37,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from potstill import DistillationOutput, LinearLogits, LogitTransform, TeacherTopK
+from potstill import DistillationOutput, LinearLogits, LogitTransform, TeacherTopK, global_num_tokens
 from potstill.rollouts.dataset import PromptRow
 from potstill.rollouts.transformers import TransformersRollouts, count_truncated, stop_token_ids
 from potstill.teachers.local import LocalTeacher, ScoredModel, model_inputs, scored_part
@@ -188,8 +188,8 @@ class DistillationTrainer(Trainer):
         self.micro_batches = batches
         own_tokens = sum(len(batch["scored_rows"]) for batch in batches)
         self.meter.add(tokens=own_tokens)
-        num_tokens = self.accelerator.reduce(torch.tensor(own_tokens, device=device), "sum") // self.get_tp_size()
-        return batches, num_tokens
+        num_tokens = global_num_tokens(batch["score_mask"] for batch in batches)
+        return batches, num_tokens // self.get_tp_size()
 
     def _check_teacher(self, scores: TeacherTopK) -> None:
         try:
