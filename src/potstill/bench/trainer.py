@@ -1,8 +1,9 @@
 """`potstill bench trainer`: whole training steps here and in TRL's DistillationTrainer, same pair, prompts and loss.
 
 The loss is the forward KL over the whole vocabulary, on samples of the student. Each repetition starts both trainers
-one after the other, each in a process of its own, in an environment with TRL; `scripts/integrations.sh python3 trl`
-makes one. A ratio is the median over repetitions. Held-out KL is measured by the same code for both.
+one after the other, with a seed of its own, each in a process of its own, in an environment with TRL;
+`scripts/integrations.sh python3 trl` makes one. A ratio is the median over repetitions. Held-out KL is measured by the
+same code for both, and their difference is given with its 95 % interval over the seeds.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from potstill.bench.report import parser, table, write_json_lines
 PAIRS = {"arithmetic": "recipes/arithmetic.yaml", "smollm2": "recipes/smollm2.yaml"}
 STEPS = {"arithmetic": 40, "smollm2": 6}
 SIDES = ("trl", "potstill")
+T_95 = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of Student's t, by number of values
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,9 +35,10 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--repetitions", type=int, default=5, help="paired runs (default 5)")
     options.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     arguments = options.parse_args(argv)
     if arguments.side:
-        print(json.dumps(train(arguments.side, arguments.folder)))
+        print(json.dumps(train(arguments.side, arguments.folder, arguments.seed)))
         return 0
     rows, lines = [], []
     for pair in arguments.pair or PAIRS:
@@ -46,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             for repetition in range(1 if arguments.quick else arguments.repetitions):
                 for side in SIDES:
                     print(f"{pair}, run {repetition + 1}, {side} ...", file=sys.stderr)
-                    runs[side].append(in_a_process(arguments.python, side, folder))
+                    runs[side].append(in_a_process(arguments.python, side, folder, seed=repetition))
         lines += [{"pair": pair, "side": side, **run} for side in SIDES for run in runs[side]]
         rows.append({"pair": pair, **ratios(runs["potstill"], runs["trl"])})
     print("potstill / TRL, median of paired runs; the KL is that of both\n")
@@ -62,20 +65,30 @@ def ratios(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict
     def ratio(name: str) -> str:
         return f"{statistics.median(a[name] / b[name] for a, b in zip(ours, theirs, strict=True)):.2f}"
 
-    def kl(runs: list[dict[str, float]]) -> str:
-        return f"{statistics.mean(run['kl'] for run in runs):.4f}"
+    def kl(runs: list[dict[str, float]], name: str = "kl") -> str:
+        return f"{statistics.mean(run[name] for run in runs):.4f}"
 
     names = {"step": "whole step", "without_rollout": "without rollout", "peak_bytes": "peak memory"}
     return {text: ratio(name) for name, text in names.items()} | {
-        "KL before": f"{ours[0]['kl_before']:.4f}",
+        "KL before": kl(ours, "kl_before"),
         "KL after": kl(ours),
         "TRL's KL after": kl(theirs),
+        "difference": with_interval([a["kl"] - b["kl"] for a, b in zip(ours, theirs, strict=True)]),
     }
 
 
-def in_a_process(python: str, side: str, folder: Path) -> dict[str, float]:
+def with_interval(values: list[float]) -> str:
+    """Their mean and the half width of its 95 % interval, by Student's t."""
+    mean = f"{statistics.mean(values):+.4f}"
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {T_95[min(len(values), len(T_95)) - 1] * statistics.stdev(values) / len(values) ** 0.5:.4f}"
+
+
+def in_a_process(python: str, side: str, folder: Path, seed: int) -> dict[str, float]:
     """What `train` says, run by another interpreter."""
     command = [python, "-m", "potstill.cli", "bench", "trainer", "--side", side, "--folder", str(folder)]
+    command += ["--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{side} failed in {python}:\n{done.stderr[-3000:]}")
@@ -110,13 +123,13 @@ def prepare(pair: str, folder: Path, steps: int) -> None:
     (folder / "spec.json").write_text(json.dumps(spec))
 
 
-def train(side: str, folder: Path) -> dict[str, float]:
+def train(side: str, folder: Path, seed: int) -> dict[str, float]:
     """Train in this process; seconds a step, with and without sampling, peak memory beyond the start's, and KL."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     spec = json.loads((folder / "spec.json").read_text())
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder / x) for x in ("student", "teacher"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "teacher")
     before = kl(student, teacher, tokenizer, spec)
@@ -131,6 +144,7 @@ def train(side: str, folder: Path) -> dict[str, float]:
         options = {
             "output_dir": output,
             "max_steps": spec["steps"],
+            "seed": seed,
             "logging_steps": 5,
             "save_strategy": "no",
             "report_to": [],
