@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from potstill.train.batch import make_batch
+from potstill.train.batch import batch_for, make_batch
+from train_fixtures import make_model, make_tokenizer
 
 EOS, PAD = 2, 0
 
@@ -63,3 +64,15 @@ def test_what_is_refused():
         make_batch([[5], []], [[7], [8]], eos_token_ids=[EOS], pad_token_id=PAD)
     with pytest.raises(ValueError, match="2 prompts but 1 completions"):
         make_batch([[5], [6]], [[7]], eos_token_ids=[EOS], pad_token_id=PAD)
+
+
+def test_what_a_batch_was_made_from():
+    rows = [
+        {"prompt_ids": [5, 6], "answer": None, "completion_ids": None, "weight": 0.5},
+        {"prompt_ids": [7], "answer": "x", "completion_ids": None},
+    ]
+    batch = batch_for(make_model(), make_tokenizer(), rows, [[8, 9, EOS, 4], [4]])
+    assert batch["rows"] == rows
+    assert batch["completions"] == [[8, 9, EOS], [4]]
+    assert batch["token_weights"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert batch_for(make_model(), make_tokenizer(), rows[1:], [[4]])["token_weights"] is None

@@ -11,12 +11,22 @@ from transformers import PreTrainedTokenizerBase
 COLUMNS = ("prompt", "messages", "completion", "answer")
 
 
-class PromptRow(TypedDict):
-    """A prompt as token ids, and what the data has for it: the answer, and a completion with its EOS."""
-
+class _Prompt(TypedDict):
     prompt_ids: list[int]
     answer: str | None
     completion_ids: list[int] | None
+
+
+class PromptRow(_Prompt, total=False):
+    """A prompt as token ids, and what the data has for it: the answer, and a completion with its EOS.
+
+    Some rows say more of their teacher: its name where there are several (`teacher_id`), another prompt that it reads
+    in place of the student's (`teacher_prompt_ids`), and what the row's tokens weigh in the loss (`weight`, else 1).
+    """
+
+    teacher_id: str
+    teacher_prompt_ids: list[int]
+    weight: float
 
 
 def read_rows(

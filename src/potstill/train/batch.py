@@ -1,7 +1,7 @@
 """Prompts and completions as tensors. The only place that knows that row s predicts token s + 1."""
 
 from collections.abc import Collection, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from potstill.rollouts.dataset import PromptRow
 from potstill.rollouts.transformers import cut_after_eos, pad_id, stop_token_ids
 
 
-class Batch(TypedDict):
+class Layout(TypedDict):
     """B sequences, padded on the right to S tokens; N scored rows.
 
     A row of the model's output is scored if the *next* token belongs to the completion: its logits are what is
@@ -26,13 +26,21 @@ class Batch(TypedDict):
     target_ids: Tensor  # [N] int64, the token that each scored row predicts
 
 
+class Batch(Layout):
+    """A layout with what it was made from, for teachers that read more than tensors."""
+
+    rows: list[PromptRow]  # B
+    completions: list[list[int]]  # B, up to the first EOS; together N tokens, in the order of the scored rows
+    token_weights: Tensor | None  # [N] float32, of rows that have a `weight`
+
+
 def make_batch(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     *,
     eos_token_ids: Collection[int],
     pad_token_id: int,
-) -> Batch:
+) -> Layout:
     """Lay out prompts and completions side by side.
 
     Args:
@@ -60,7 +68,7 @@ def make_batch(
         attention_mask[row, : lengths[row]] = 1
         score_mask[row, len(prompt) - 1 : lengths[row] - 1] = True
     scored_rows = score_mask.flatten().nonzero().squeeze(1)
-    return Batch(
+    return Layout(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=torch.arange(shape[1]).expand(shape).contiguous(),
@@ -78,10 +86,18 @@ def batch_for(
 ) -> Batch:
     """`make_batch` with the EOS and padding tokens of model and tokenizer, on the model's device."""
     eos_token_ids = stop_token_ids(model, tokenizer)
-    batch = make_batch(
+    layout = make_batch(
         [row["prompt_ids"] for row in rows],
         completions,
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_id(tokenizer, eos_token_ids),
     )
-    return Batch(**{name: tensor.to(model.device) for name, tensor in batch.items()})  # type: ignore
+    tensors: Any = {name: tensor.to(model.device) for name, tensor in layout.items()}  # type: ignore[attr-defined]
+    cut = [cut_after_eos(completion, eos_token_ids) for completion in completions]
+    weights = None
+    if any("weight" in row for row in rows):
+        per_row = torch.tensor([row.get("weight", 1.0) for row in rows])
+        weights = per_row.repeat_interleave(torch.tensor([len(x) for x in cut])).to(model.device)
+    return Batch(  # type: ignore[typeddict-item]
+        **tensors, rows=list(rows), completions=cut, token_weights=weights
+    )

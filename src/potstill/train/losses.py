@@ -1,6 +1,7 @@
 """The trainer's losses: from the student's scored rows and a scored batch to a DistillationOutput.
 
-All of them take `(logits, batch, *, num_tokens, transform)`; what a recipe sets is bound by `functools.partial`:
+All of them take `(logits, batch, *, num_tokens, transform)` and heed the batch's `token_weights`; what a recipe sets
+is bound by `functools.partial`:
 
     DistillationTrainer(..., loss=partial(topk_loss, divergence="jsd", beta=0.3))
 """
@@ -61,13 +62,19 @@ def topk_loss(
 
     Args:
         logits: of the N scored rows.
-        batch: its `teacher` is a TeacherTopK of N rows.
+        batch: its `teacher` is a TeacherTopK, or SampledTargets, of N rows.
         num_tokens: scored tokens of the whole step; None: N.
         transform: the student's own scale and softcap.
         **options: further keywords of topk_distillation_loss.
     """
     return topk_distillation_loss(
-        logits, batch["teacher"], num_tokens=num_tokens, transform=transform, check=False, **options
+        logits,
+        batch["teacher"],
+        token_weights=batch.get("token_weights"),
+        num_tokens=num_tokens,
+        transform=transform,
+        check=False,
+        **options,
     )
 
 
@@ -89,7 +96,12 @@ def full_vocab_loss(
         **options: further keywords of full_vocab_distillation_loss.
     """
     return full_vocab_distillation_loss(
-        logits, batch["teacher"], num_tokens=num_tokens, student_transform=transform, **options
+        logits,
+        batch["teacher"],
+        token_weights=batch.get("token_weights"),
+        num_tokens=num_tokens,
+        student_transform=transform,
+        **options,
     )
 
 
@@ -136,8 +148,15 @@ def sampled_loss(
     )
     student, teacher = coarse.log_probs.squeeze(1), batch["teacher"].log_probs.squeeze(1)
     count = len(student) if num_tokens is None else num_tokens
+    weights = batch.get("token_weights")
     loss, per_token, metrics = sampled_token_loss(
-        student, teacher, estimator=estimator, policy_gradient=policy_gradient, num_tokens=count, **clip_ratios
+        student,
+        teacher,
+        estimator=estimator,
+        policy_gradient=policy_gradient,
+        token_weights=weights,
+        num_tokens=count,
+        **clip_ratios,
     )
     if loss_max_clamp is not None:
         value = per_token.detach()
@@ -145,5 +164,6 @@ def sampled_loss(
         # A reward's gradient is value * d log q: to bound the one is to bound the other.
         reward = per_token * (bounded / value).nan_to_num(1.0)
         per_token = reward if policy_gradient else per_token.clamp(-loss_max_clamp, loss_max_clamp)
-        loss = per_token.sum() / torch.as_tensor(count, device=per_token.device).clamp(min=1)
+        weighted = per_token if weights is None else per_token * weights
+        loss = weighted.sum() / torch.as_tensor(count, device=per_token.device).clamp(min=1)
     return DistillationOutput(loss, per_token, metrics)

@@ -19,7 +19,8 @@ update.
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import is_dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from potstill import DistillationOutput, LinearLogits, LogitTransform, TeacherTopK, global_num_tokens
+from potstill import DistillationOutput, LinearLogits, LogitTransform, SampledTargets, TeacherTopK, global_num_tokens
 from potstill.rollouts.dataset import PromptRow
 from potstill.rollouts.transformers import TransformersRollouts, count_truncated, stop_token_ids
 from potstill.teachers.local import LocalTeacher, ScoredModel, model_inputs, scored_part
@@ -51,12 +52,21 @@ from potstill.train.progress import ProgressLine, show
 from potstill.train.recipe import REFUSED_TRAINING
 from potstill.train.watch import UNIFORM_SPREAD, Watch, eos_mismatch, random_teacher
 
+Scores = TeacherTopK | SampledTargets | Tensor | LinearLogits
+
 
 class Rollouts(Protocol):
     """Gives each row a completion, as token ids, of which those up to the first EOS are scored."""
 
     def __call__(self, model: PreTrainedModel, rows: Sequence[PromptRow], *, seed: int) -> list[list[int]]:
         """Complete the rows; the same seed gives the same completions."""
+
+
+class Teacher(Protocol):
+    """Says what a batch's scored rows are held to."""
+
+    def __call__(self, batch: Batch) -> Scores | Future[Scores]:
+        """Score the N rows; a Future lets a server work on all micro-batches of a step at a time."""
 
 
 class DistillationTrainer(Trainer):
@@ -68,8 +78,8 @@ class DistillationTrainer(Trainer):
     Args:
         model: the student. Its head is replaced by a PotstillHead on the same weight, which saving does not see.
         args: TrainingArguments; what would run another loss or another forward is refused.
-        teacher: what a batch's scored rows are held to: a LocalTeacher, or any function. Top-k rows are validated;
-            logits or LinearLogits of the whole vocabulary go with full_vocab_loss.
+        teacher: what a batch's scored rows are held to: a LocalTeacher, or any function (see Teacher). Top-k rows are
+            validated; logits or LinearLogits of the whole vocabulary go with full_vocab_loss.
         rollouts: the completions: TransformersRollouts, or any function.
         train_dataset: prompts as token ids (see `potstill.rollouts.dataset.tokenize`).
         processing_class: the tokenizer; names padding and EOS.
@@ -95,7 +105,7 @@ class DistillationTrainer(Trainer):
         model: PreTrainedModel,
         args: TrainingArguments,
         *,
-        teacher: Callable[[Batch], TeacherTopK | Tensor | LinearLogits],
+        teacher: Teacher,
         rollouts: Rollouts,
         train_dataset: Sequence[PromptRow],
         processing_class: PreTrainedTokenizerBase,
@@ -177,23 +187,25 @@ class DistillationTrainer(Trainer):
         with self.accelerator.autocast():
             with self.meter.timed("rollout"):
                 completions = iter(self._complete(rows))
-            batches: list[dict[str, Any]] = []
             with self.meter.timed("teacher"):
-                for micro_batch in micro_batches:
-                    batch = self._batch(micro_batch, list(islice(completions, len(micro_batch))))
-                    scores = self.teacher(batch)
-                    if isinstance(scores, TeacherTopK):
-                        self._check_teacher(scores)
-                    batches.append({**batch, "teacher": scores})
+                scored = [self._batch(rows, list(islice(completions, len(rows)))) for rows in micro_batches]
+                asked = [self.teacher(batch) for batch in scored]
+                batches: list[dict[str, Any]] = [
+                    {**batch, "teacher": self._checked(scores)} for batch, scores in zip(scored, asked, strict=True)
+                ]
         self.micro_batches = batches
         own_tokens = sum(len(batch["scored_rows"]) for batch in batches)
         self.meter.add(tokens=own_tokens)
         num_tokens = global_num_tokens(batch["score_mask"] for batch in batches)
         return batches, num_tokens // self.get_tp_size()
 
-    def _check_teacher(self, scores: TeacherTopK) -> None:
+    def _checked(self, scores: Scores | Future[Scores]) -> Scores:
+        if isinstance(scores, Future):
+            scores = scores.result()
+        if not isinstance(scores, TeacherTopK | SampledTargets):
+            return scores
         try:
-            scores.validate(self.student.head.out_features)
+            return scores.validate(self.student.head.out_features)
         except ValueError as error:
             # No step can be skipped for it: the next batch would meet the same teacher.
             raise FloatingPointError(
@@ -309,7 +321,8 @@ class DistillationTrainer(Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"skipped-step-{number}-rank-{self.args.process_index}.pt"
-        torch.save([{**batch, "teacher": _plain(batch["teacher"])} for batch in self.micro_batches], file)
+        kept = [{**batch, "teacher": _plain(batch["teacher"])} for batch in self.micro_batches]
+        torch.save([{name: x for name, x in batch.items() if name != "rows"} for batch in kept], file)
         what = "gradient" if math.isfinite(loss) else "loss"
         show(f"step {number} skipped: its {what} is not finite; its micro-batches are in {file}")
         if self.skipped_in_a_row == self.max_skipped_steps:
