@@ -98,7 +98,8 @@ def in_a_process(python: str, side: str, folder: Path, seed: int) -> dict[str, f
 def prepare(pair: str, folder: Path, steps: int) -> None:
     """The pair of a recipe as model folders, warmed up where it says so, and its prompts."""
     from potstill.train import load_recipe
-    from potstill.train.run import build_trainer, training_arguments, warm_up
+    from potstill.train.load import build_trainer, training_arguments
+    from potstill.train.run import warm_up
 
     recipe = load_recipe(PAIRS[pair], [f"training.output_dir={folder / 'warm-up'}", "training.max_steps=1"])
     trainer = build_trainer(recipe, training_arguments(recipe))
