@@ -58,3 +58,8 @@ def log1mexp(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     small = torch.log(-torch.expm1(x.masked_fill(~near_zero, -1.0)))
     large = torch.log1p(-torch.exp(x.masked_fill(near_zero, -1.0)))
     return torch.where(near_zero, small, large)
+
+
+def estimated_rest(mass: Tensor) -> Tensor:
+    """log(1 - mass), in nats, at least that of the last place of 1: where a teacher gave nothing of its rest."""
+    return (1 - mass).clamp(min=2.0**-53 if mass.dtype == torch.float64 else 2.0**-24).log()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potstill.core.numerics import INF, compute_dtype
+from potstill.core.numerics import INF, compute_dtype, estimated_rest
 from potstill.core.teacher import SampledTargets, TeacherTopK
 
 
@@ -57,7 +57,7 @@ class TeacherRows(NamedTuple):
         ids, values = ids.masked_fill(empty, -1), given.to(compute_dtype(given.dtype)).masked_fill(empty, nothing)
         mass = (values if isinstance(teacher, SampledTargets) else values.exp()).sum(1)
         if delivered_rest is None:
-            rest = (1 - mass).clamp(min=2.0**-53 if mass.dtype == torch.float64 else 2.0**-24).log()
+            rest = estimated_rest(mass)
         else:
             rest = delivered_rest.detach().reshape(mask.numel()).to(values.dtype)
         rest = rest.masked_fill(~mask, 0.0)

@@ -6,7 +6,7 @@ both describes the same prediction.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from potstill.core.checks import refuse_where
 from potstill.core.coarse import coarse_logits
 from potstill.core.entry import enter
-from potstill.core.numerics import INF, compute_dtype
+from potstill.core.numerics import INF, compute_dtype, estimated_rest
 from potstill.core.targets import sample_targets
 from potstill.core.tiles import LinearLogits, read_as
 from potstill.core.topk import top_coarse
@@ -101,6 +101,13 @@ class TeacherTopK:
                 )
         log_probs = coarse.all_log_probs
         return cls(token_ids, log_probs[..., :-1], log_probs[..., -1], temperature)
+
+    def with_rest(self) -> "TeacherTopK":
+        """Itself, or with the rest that the losses take where none was given: log(max(1 - P, eps)), in float32."""
+        if self.rest_log_prob is not None:
+            return self
+        log_probs = self.log_probs.to(compute_dtype(self.log_probs.dtype)).masked_fill(self.token_ids < 0, -INF)
+        return replace(self, rest_log_prob=estimated_rest(log_probs.exp().sum(-1)))
 
     def validate(self, vocab_size: int, mask: Bool[Tensor, "..."] | None = None) -> "TeacherTopK":
         """Refuse rows that no teacher can have said; return self.

@@ -1,14 +1,14 @@
 """Prompts: read from JSONL, parquet or a Hugging Face dataset, checked row by row, turned into token ids."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
-COLUMNS = ("prompt", "messages", "completion", "answer")
+COLUMNS = ("prompt", "messages", "completion", "answer", "teacher_id")
 
 
 class _Prompt(TypedDict):
@@ -30,7 +30,11 @@ class PromptRow(_Prompt, total=False):
 
 
 def read_rows(
-    path: str | Path, name: str | None = None, split: str | None = None, limit: int | None = None
+    path: str | Path,
+    name: str | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    more_columns: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Read rows with a `prompt` text or chat `messages`, and optionally a `completion` and an `answer` text.
 
@@ -42,6 +46,7 @@ def read_rows(
         name: the dataset's configuration.
         split: the dataset's split; may be left out where there is only one.
         limit: stop after so many rows.
+        more_columns: further columns of a table to keep.
 
     Raises:
         ValueError: a row is not as described, naming file, line and remedy; there is no such split, or no row at all.
@@ -53,7 +58,10 @@ def read_rows(
     else:
         unit, numbered = (
             "row",
-            enumerate(_parquet_rows(path) if is_file else _dataset_rows(path, name, split), start=1),
+            enumerate(
+                _parquet_rows(path, more_columns) if is_file else _dataset_rows(path, name, split, more_columns),
+                start=1,
+            ),
         )
     rows: list[dict[str, Any]] = []
     for number, row in islice(numbered, limit):
@@ -71,13 +79,15 @@ def _lines(path: str | Path) -> Iterable[tuple[int, Any]]:
         yield from ((number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip())
 
 
-def _parquet_rows(path: str | Path) -> Iterable[dict[str, Any]]:
+def _parquet_rows(path: str | Path, more_columns: Collection[str]) -> Iterable[dict[str, Any]]:
     from pyarrow import parquet
 
-    return _known_columns(parquet.read_table(path), path).to_pylist()
+    return _known_columns(parquet.read_table(path), path, more_columns).to_pylist()
 
 
-def _dataset_rows(path: str | Path, name: str | None, split: str | None) -> Iterable[dict[str, Any]]:
+def _dataset_rows(
+    path: str | Path, name: str | None, split: str | None, more_columns: Collection[str]
+) -> Iterable[dict[str, Any]]:
     import datasets
 
     saved = Path(path)
@@ -91,13 +101,13 @@ def _dataset_rows(path: str | Path, name: str | None, split: str | None) -> Iter
         if split not in dataset:
             raise ValueError(f"split is {split}, but {path} has {', '.join(dataset)}; name one of them")
         dataset = dataset[split]
-    return _known_columns(dataset, path)
+    return _known_columns(dataset, path, more_columns)
 
 
-def _known_columns(table: Any, path: str | Path) -> Any:
+def _known_columns(table: Any, path: str | Path, more_columns: Collection[str]) -> Any:
     if not {"prompt", "messages"} & set(table.column_names):
         raise ValueError(f"{path} has the columns {', '.join(table.column_names)}; expected `prompt` or `messages`")
-    known = [column for column in COLUMNS if column in table.column_names]
+    known = [column for column in (*COLUMNS, *more_columns) if column in table.column_names]
     return table.select_columns(known) if hasattr(table, "select_columns") else table.select(known)
 
 
@@ -116,7 +126,7 @@ def _checked(row: Any) -> dict[str, Any]:
         raise ValueError(f"`prompt` is {row['prompt']!r}; expected text (a conversation goes into `messages`)")
     if "prompt" in row and not row["prompt"].strip():
         raise ValueError("`prompt` is empty; write one, or leave the row out")
-    for key in ("completion", "answer"):
+    for key in ("completion", "answer", "teacher_id"):
         if not isinstance(row.get(key, ""), str):
             raise ValueError(f"`{key}` is {row[key]!r}; expected text: put it in quotes")
     return row if "prompt" in row else _checked_chat(row)
@@ -145,32 +155,46 @@ def _checked_chat(row: dict[str, Any]) -> dict[str, Any]:
 def tokenize(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[PromptRow]:
     """Turn rows into prompts as token ids, with the special tokens that the tokenizer puts before a text.
 
-    Chats go through the tokenizer's chat template, up to where the assistant's turn begins. A completion gets the
-    tokenizer's EOS at its end.
+    A completion gets the tokenizer's EOS at its end.
 
     Raises:
         ValueError: the tokenizer or its chat template refuses a row, or a prompt has no token at all.
     """
     prompts: list[PromptRow] = []
-    ids: Any
     for row in rows:
         completion_ids = None
-        try:
-            if "messages" not in row:
-                ids = tokenizer(row["prompt"]).input_ids
-            elif tokenizer.chat_template is not None:
-                ids = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-            else:
-                raise ValueError("it has no chat template; use `prompt`, or set tokenizer.chat_template")
-            if "completion" in row:
-                completion_ids = list(tokenizer(row["completion"], add_special_tokens=False).input_ids)
-                completion_ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        except Exception as error:  # templates and tokenizers raise what they like
-            raise ValueError(f"the tokenizer refuses {row.get('prompt', row.get('messages'))!r}: {error}") from error
-        if not ids:
-            raise ValueError(f"the prompt {row.get('prompt')!r} has no token; a prompt needs at least one")
-        prompts.append({"prompt_ids": list(ids), "answer": row.get("answer"), "completion_ids": completion_ids})
+        if "completion" in row:
+            completion_ids = _token_ids(row["completion"], tokenizer, add_special_tokens=False)
+            completion_ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        prompt_ids = tokenize_prompt(row.get("prompt", row.get("messages")), tokenizer)
+        prompt: PromptRow = {"prompt_ids": prompt_ids, "answer": row.get("answer"), "completion_ids": completion_ids}
+        prompts.append(prompt | ({"teacher_id": row["teacher_id"]} if "teacher_id" in row else {}))
     return prompts
+
+
+def tokenize_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A text with the special tokens before it, or a chat by the tokenizer's template up to the assistant's turn.
+
+    Raises:
+        ValueError: the tokenizer or its chat template refuses it, or it has no token at all.
+    """
+    if ids := _token_ids(prompt, tokenizer):
+        return ids
+    raise ValueError(f"the prompt {prompt!r} has no token; a prompt needs at least one")
+
+
+def _token_ids(text: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
+    ids: Any
+    try:
+        if isinstance(text, str):
+            ids = tokenizer(text, **options).input_ids
+        elif tokenizer.chat_template is not None:
+            ids = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+        else:
+            raise ValueError("it has no chat template; use `prompt`, or set tokenizer.chat_template")
+    except Exception as error:  # templates and tokenizers raise what they like
+        raise ValueError(f"the tokenizer refuses {text!r}: {error}") from error
+    return list(ids)
 
 
 def fit_prompts(prompts: list[PromptRow], max_prompt_tokens: int, long_prompts: str) -> tuple[list[PromptRow], int]:

@@ -1,13 +1,18 @@
-"""A teacher in the same process: a transformers model that meets its vocabulary on the scored rows only."""
+"""Teachers in the same process: transformers models that meet their vocabulary on the scored rows only."""
 
+import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from potstill import LinearLogits, LogitTransform, PotstillHead, TeacherTopK
+from potstill import LinearLogits, LogitTransform, PotstillHead, SampledTargets, TeacherTopK
+
+AVERAGE_FILE = "teacher.safetensors"
 
 
 class ScoredModel:
@@ -50,26 +55,44 @@ class LocalTeacher(ScoredModel):
         top_k: how many tokens of each row are kept, with their log-probabilities and the exact rest. None: the one
             token that the batch has there, for losses on the sampled token.
         temperature: of the distributions that are given.
+        targets: "top_k", or a method of SampledTargets.from_logits, which draws from torch's global generator.
 
     Raises:
         TypeError: the head is no plain linear layer.
         ValueError: `top_k` exceeds the vocabulary.
     """
 
-    def __init__(self, model: PreTrainedModel, transform: LogitTransform, top_k: int | None, temperature: float = 1.0):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        transform: LogitTransform,
+        top_k: int | None,
+        temperature: float = 1.0,
+        targets: str = "top_k",
+    ):
         super().__init__(self._prepared(model), transform)
         width = transform.vocab_size or self.head.out_features
         if top_k is not None and not 1 <= top_k <= width:
             raise ValueError(f"top_k is {top_k}; expected 1 to {width}, the teacher's vocabulary")
         self.top_k = top_k
         self.temperature = temperature
+        self.targets = targets
 
     @staticmethod
     def _prepared(model: PreTrainedModel) -> PreTrainedModel:
         return model.eval().requires_grad_(False)
 
-    def __call__(self, batch: Mapping[str, Any]) -> TeacherTopK:
-        """Log-probabilities [N, K] and rest [N] of the batch's N scored rows, without a gradient."""
+    def __call__(self, batch: Mapping[str, Any]) -> TeacherTopK | SampledTargets:
+        """Log-probabilities [N, K] and rest [N] of the batch's N scored rows, or weights, without a gradient."""
+        if self.targets != "top_k":
+            assert self.top_k is not None
+            return SampledTargets.from_logits(
+                self.logits(batch),
+                self.top_k,
+                method=self.targets,
+                temperature=self.temperature,
+                transform=self.transform,
+            )
         token_ids = batch["target_ids"].unsqueeze(1) if self.top_k is None else None
         return TeacherTopK.from_logits(
             self.logits(batch),
@@ -85,7 +108,7 @@ class OwnBase(LocalTeacher):
 
     Args:
         model: the student. Its adapter is switched off while it scores.
-        transform, top_k, temperature: see LocalTeacher.
+        transform, top_k, temperature, targets: see LocalTeacher.
     """
 
     @staticmethod
@@ -100,6 +123,47 @@ class OwnBase(LocalTeacher):
             logits = super().logits(batch)
         self.model.train(was_training)
         return logits
+
+
+class MovingAverage(LocalTeacher):
+    """A moving average of the student's weights as its teacher: a copy of it, which follows at every `update`.
+
+    The student of s updates ago makes up (1 - rate) * rate^s of the average: half of it is younger than
+    ln 2 / (1 - rate) updates, 69 at a rate of 0.99.
+
+    Args:
+        model: the student, of which a copy is made.
+        transform, top_k, temperature, targets: see LocalTeacher.
+        rate: of the old average in the new one, 0 (the student itself) to below 1.
+
+    Source: Tarvainen and Valpola (2017), Mean teachers are better role models, arXiv:1703.01780.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, transform: LogitTransform, *args: Any, rate: float, **kwargs: Any
+    ) -> None:
+        if not 0 <= rate < 1:
+            raise ValueError(f"rate is {rate}; expected 0 to below 1, such as 0.99")
+        super().__init__(copy.deepcopy(model), transform, *args, **kwargs)
+        self.rate = rate
+
+    @torch.no_grad()
+    def update(self, student: PreTrainedModel) -> None:
+        """average = rate * average + (1 - rate) * student, after an optimiser step."""
+        for average, current in zip(self.model.parameters(), student.parameters(), strict=True):
+            average.lerp_(current, 1 - self.rate)
+
+    def save(self, folder: Path) -> None:
+        """Write the average beside the student of a checkpoint."""
+        save_model(self.model, str(folder / AVERAGE_FILE))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: there is no such file.
+        """
+        load_model(self.model, folder / AVERAGE_FILE)
 
 
 def scored_part(logits: LinearLogits, batch: Mapping[str, Any]) -> LinearLogits:

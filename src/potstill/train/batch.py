@@ -78,6 +78,20 @@ def make_batch(
     )
 
 
+def as_teacher_reads(batch: Batch) -> Batch:
+    """The batch with the prompts that rows have for their teacher; the scored tokens are the same, in their order."""
+    if not any("teacher_prompt_ids" in row for row in batch["rows"]):
+        return batch
+    rows: list[PromptRow] = [
+        {**row, "prompt_ids": row.get("teacher_prompt_ids", row["prompt_ids"])} for row in batch["rows"]
+    ]
+    # Completions have been cut where they end, and any id will do for padding.
+    layout = make_batch([row["prompt_ids"] for row in rows], batch["completions"], eos_token_ids=(), pad_token_id=0)
+    device = batch["input_ids"].device
+    tensors: Any = {name: tensor.to(device) for name, tensor in layout.items()}  # type: ignore[attr-defined]
+    return {**batch, **tensors, "rows": rows}
+
+
 def batch_for(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

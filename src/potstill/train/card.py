@@ -32,8 +32,9 @@ def comparison(before: dict[str, float], after: dict[str, float]) -> str:
 
 def model_card(recipe: Recipe, before: dict[str, float], after: dict[str, float]) -> str:
     """README.md of the saved model, with metadata that the Hub understands."""
-    teacher = recipe.teacher.model
-    licences = {name: licence_of(name) for name in (teacher, recipe.student.model) if name is not None}
+    teachers = [spec.model for spec in (recipe.teachers or {"": recipe.teacher}).values()]
+    teacher = teachers[0]
+    licences = {name: licence_of(name) for name in (*teachers, recipe.student.model) if name is not None}
     metadata = {
         "library_name": "transformers" if recipe.student.lora is None else "peft",
         "pipeline_tag": "text-generation",
@@ -53,8 +54,9 @@ def model_card(recipe: Recipe, before: dict[str, float], after: dict[str, float]
         f"- `{name}`: {licence or 'not stated where it was loaded from; find out before you publish this model'}"
         for name, licence in licences.items()
     ]
-    if recipe.data.train != PACKAGED:
-        licence_lines.append(f"- the data, `{recipe.data.train}`: not known here; look it up where the data come from")
+    source = recipe.data.train if recipe.teacher.cache is None else recipe.teacher.cache
+    if source != PACKAGED:
+        licence_lines.append(f"- the data, `{source}`: not known here; look it up where the data come from")
     sampled = recipe.rollout.lmbda
     source = "that the student sampled itself" if sampled == 1 else f"of which the student sampled {sampled:.0%}"
     source = "of the data" if sampled == 0 else source
@@ -62,7 +64,7 @@ def model_card(recipe: Recipe, before: dict[str, float], after: dict[str, float]
     return (
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n"
         f"# {recipe.name}\n\n"
-        f"Distilled from `{teacher}` with potstill {potstill.__version__}, on "
+        f"Distilled from {' and '.join(f'`{name}`' for name in teachers)} with potstill {potstill.__version__}, on "
         f"completions {source}. {origin}\n\n"
         f"{results}"
         "## Licence\n\nWeights that were distilled or copied from a model, or trained on data, may be bound by their "

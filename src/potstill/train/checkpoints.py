@@ -39,7 +39,7 @@ def is_whole(checkpoint: Path, world_size: int = 1) -> bool:
         return (
             state["global_step"] == _step(checkpoint)
             and all(zipfile.is_zipfile(checkpoint / name) for name in ("optimizer.pt", "scheduler.pt", *ranks))
-            and all(map(_is_whole_safetensors, _weight_files(checkpoint)))
+            and all(map(_is_whole_safetensors, {*_weight_files(checkpoint), *checkpoint.glob("*.safetensors")}))
         )
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -11,7 +11,7 @@ from potstill import LinearLogits, LogitTransform, coarse_logits, full_vocab_dis
 from potstill.rollouts.dataset import PromptRow
 from potstill.rollouts.transformers import TransformersRollouts, count_truncated, stop_token_ids
 from potstill.teachers.local import ScoredModel
-from potstill.train.batch import batch_for
+from potstill.train.batch import as_teacher_reads, batch_for
 
 
 class HeldoutSums(NamedTuple):
@@ -70,7 +70,8 @@ def measure(
         part = rows[start : start + batch_size]
         completions = sampled(student.model, part, seed=seed + index)
         batch = batch_for(student.model, rollouts.tokenizer, part, completions)
-        sums = divergence_sums(student.logits(batch), student.transform, teacher.logits(batch), teacher.transform)
+        logits = teacher.logits(as_teacher_reads(batch))
+        sums = divergence_sums(student.logits(batch), student.transform, logits, teacher.transform)
         graded = [row for row in part if row["answer"] is not None]
         right = 0
         if graded:

@@ -1,7 +1,7 @@
 """Everything that a recipe names, loaded and checked, the small things first: from a Recipe to a trainer."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +15,17 @@ from transformers import (
     TrainingArguments,
 )
 
-from potstill.rollouts.dataset import PromptRow, fit_prompts, read_rows, tokenize
+from potstill import LogitTransform
+from potstill.rollouts.dataset import PromptRow, fit_prompts, read_rows, tokenize, tokenize_prompt
 from potstill.rollouts.transformers import TransformersRollouts
-from potstill.teachers.local import LocalTeacher, OwnBase, check_same_tokenizer
+from potstill.teachers.local import LocalTeacher, MovingAverage, OwnBase, check_same_tokenizer
+from potstill.teachers.routing import RoutedTeacher
 from potstill.train.families import logit_transform
 from potstill.train.losses import loss_function
 from potstill.train.models import build_student, kept_layers, load_model, located
 from potstill.train.progress import show
-from potstill.train.recipe import PACKAGED, Recipe, Source, Student, resolved_training
+from potstill.train.recipe import PACKAGED, Recipe, Source, Student, Teacher, resolved_training
+from potstill.train.replay import CachedRows, cached_rows_of, open_cache
 from potstill.train.strict import RecipeError
 from potstill.train.trainer import DistillationTrainer
 
@@ -49,46 +52,52 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
     Raises:
         RecipeError: naming the key whose value cannot be loaded or does not fit.
     """
-    student_spec, data = recipe.student, recipe.data
-    loss, teacher_name = recipe.loss, recipe.teacher.model
+    loss, data, spec = recipe.loss, recipe.data, recipe.teacher
     for note in recipe.notes:
         show(f"note: {note}")
-    with naming(f"teacher.model={teacher_name!r}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**located(teacher_name))
-        config = AutoConfig.from_pretrained(**located(teacher_name))
-        logit_transform(config)
+    tokenizer, config = _tokenizer_and_config(recipe)
     if loss.estimator is None and loss.top_k > config.vocab_size:
         raise RecipeError(f"loss.top_k is {loss.top_k}; expected 1 to {config.vocab_size}, the teacher's vocabulary")
-    tokenizer = _checked_student(student_spec, tokenizer, config)
-    train = read_prompts(recipe, "train", tokenizer, args.seed)
+    tokenizer = _checked_student(recipe.student, tokenizer, config)
+    cache = None if spec.cache is None else open_cache(recipe, tokenizer)
+    train = read_prompts(recipe, "train", tokenizer, args.seed) if cache is None else cache
     heldout = None if data.heldout is None else read_prompts(recipe, "heldout", tokenizer, args.seed)
-    if recipe.warmup.steps and not any(row["answer"] is not None for row in train):
+    if cache is None and recipe.warmup.steps and not any(row["answer"] is not None for row in train):
         raise RecipeError("warmup.steps: no row of data.train has an `answer` to learn from; add some or set it to 0")
-    own_base = student_spec.lora is not None and student_spec.model == teacher_name
-    teacher_model: PreTrainedModel | None = None
-    if not own_base:
-        with naming(f"teacher.model={teacher_name!r}"):
-            teacher_model = load_model(teacher_name, recipe.teacher.dtype)
-            teacher_model.to(args.device)  # type: ignore[arg-type]
+    models = _teacher_models(recipe, args)
     with naming("student"):
-        student = build_student(student_spec, teacher_model)
-        teacher_model = student if teacher_model is None else teacher_model
-        transform, teacher_transform = _transforms(student, teacher_model, tokenizer)
+        student = build_student(recipe.student, next(iter(models.values()), None))
+        widths = [student.get_output_embeddings().weight.shape[0], *([] if cache is None else [cache.info.vocab_size])]
+        transform, *transforms = _transforms([student, *models.values()], widths, tokenizer)
     for split, rows in (("train", train), ("heldout", heldout or [])):
-        for name, model in (("teacher", teacher_model), ("student", student)):
+        for name, model in (*(("teacher", model) for model in models.values()), ("student", student)):
             _check_lengths(recipe, split, rows, name, model.config)
     with naming("loss"):
-        top_k = loss.top_k if loss.estimator is None else None
-        kind = OwnBase if own_base else LocalTeacher
-        teacher = kind(teacher_model, teacher_transform, top_k, loss.temperature)
-    for name, model in (("teacher", teacher_model), ("student", student)):
+        options: dict[str, Any] = {
+            "top_k": loss.top_k if loss.estimator is None else None,
+            "temperature": loss.temperature,
+            "targets": loss.targets,
+        }
+        local = {
+            name: LocalTeacher(model, own, **options)
+            for (name, model), own in zip(models.items(), transforms, strict=True)
+        }
+        teacher: Any = next(iter(local.values()), None)
+        if recipe.teachers:
+            teacher = RoutedTeacher(local)
+        elif spec.ema is not None:
+            teacher = MovingAverage(student, transform, **options, rate=spec.ema)
+        elif own_base(recipe):
+            teacher = OwnBase(student, transform, **options)
+    for name, model in (*((f"teacher {name}".strip(), model) for name, model in models.items()), ("student", student)):
         show(f"{name}: {sum(p.numel() for p in model.parameters()):,} parameters")
     sampling = {name: value for name, value in vars(recipe.rollout).items() if name != "lmbda"}
     with naming("training"):
         return DistillationTrainer(
             student,
             args,
-            teacher=teacher,
+            teacher=teacher if cache is None else cached_rows_of,
+            eval_teacher=teacher,
             rollouts=TransformersRollouts(tokenizer, **sampling, vocab_size=transform.vocab_size),
             train_dataset=train,
             eval_dataset=heldout,
@@ -96,9 +105,50 @@ def build_trainer(recipe: Recipe, args: TrainingArguments) -> DistillationTraine
             loss=loss_function(loss),
             transform=transform,
             answer_regex=data.answer_regex,
-            lmbda=recipe.rollout.lmbda,
+            lmbda=recipe.rollout.lmbda if cache is None else 0.0,
             max_skipped_steps=recipe.max_skipped_steps,
         )
+
+
+def own_base(recipe: Recipe) -> bool:
+    """Whether the teacher is the student with its adapter switched off."""
+    return recipe.student.lora is not None and recipe.student.model == recipe.teacher.model and not recipe.teachers
+
+
+def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
+    """The teachers by the name that rows call them; a single one has none."""
+    return recipe.teachers or {"": recipe.teacher}
+
+
+def _tokenizer_and_config(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Those of the first teacher, which all others have to share."""
+    found: list[tuple[PreTrainedTokenizerBase, PreTrainedConfig]] = []
+    for name, spec in teachers_of(recipe).items():
+        with naming(f"teachers.{name}.model={spec.model!r}" if name else f"teacher.model={spec.model!r}"):
+            tokenizer = AutoTokenizer.from_pretrained(**located(spec.model))
+            config = AutoConfig.from_pretrained(**located(spec.model))
+            logit_transform(config)
+            if found:
+                check_same_tokenizer(found[0][0], tokenizer)
+            found.append((tokenizer, config))
+    return found[0]
+
+
+def _teacher_models(recipe: Recipe, args: TrainingArguments) -> dict[str, PreTrainedModel]:
+    """The teachers' weights by name: none where the student, its average or a cache takes their place."""
+    spec, student = recipe.teacher, recipe.student
+    if own_base(recipe):
+        return {}
+    copied = student.model is None  # pruned, or made to the teacher's measure
+    measured = spec.ema is None and recipe.data.heldout is not None
+    if (spec.cache or spec.ema is not None) and not (copied or measured):
+        return {}
+    models = {}
+    for name, spec in teachers_of(recipe).items():
+        with naming(f"teachers.{name}.model={spec.model!r}" if name else f"teacher.model={spec.model!r}"):
+            models[name] = load_model(spec.model, spec.dtype)
+            models[name].to(args.device)  # type: ignore[arg-type]
+    return models
 
 
 def _checked_student(
@@ -135,42 +185,67 @@ def read_prompts(recipe: Recipe, split: str, tokenizer: PreTrainedTokenizerBase,
             rows: list[dict[str, Any]] = problems(split, limit or default, seed)  # type: ignore
         else:
             path = recipe.folder / source.path
-            rows = read_rows(path if path.exists() else source.path, source.name, source.split, limit)
-        prompts, long = fit_prompts(tokenize(rows, tokenizer), data.max_prompt_tokens, data.long_prompts)
+            columns = {spec.prompt_column for spec in teachers_of(recipe).values() if spec.prompt_column}
+            rows = read_rows(path if path.exists() else source.path, source.name, source.split, limit, columns)
+        prompts = tokenize(rows, tokenizer)
+        for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True), start=1):
+            try:
+                prompt.update(_of_its_teacher(recipe, row, tokenizer))
+            except ValueError as error:
+                raise ValueError(f"row {number}: {error}") from None
+        prompts, long = fit_prompts(prompts, data.max_prompt_tokens, data.long_prompts)
     dealt = "cut on the left" if data.long_prompts == "truncate" else "left out"
     note = f" ({long:,} {dealt}: more than {data.max_prompt_tokens} tokens)" if long else ""
     show(f"{split} prompts: {len(prompts):,}{note}")
     return prompts
 
 
-def _check_lengths(recipe: Recipe, split: str, rows: list[PromptRow], name: str, config: PreTrainedConfig) -> None:
+def _of_its_teacher(recipe: Recipe, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PromptRow:
+    """What a row's teacher adds to it."""
+    name = row.get("teacher_id") if recipe.teachers else ""
+    if name not in teachers_of(recipe):
+        raise ValueError(f"teacher_id is {name!r}; expected one of teachers: {', '.join(recipe.teachers)}")
+    spec = teachers_of(recipe)[name]
+    found: Any = {}
+    if spec.weight != 1:
+        found["weight"] = spec.weight
+    if spec.prompt_column is not None:
+        if row.get(spec.prompt_column) is None:
+            raise ValueError(f"no column {spec.prompt_column!r}, which teacher.prompt_column names")
+        found["teacher_prompt_ids"] = tokenize_prompt(row[spec.prompt_column], tokenizer)
+    return found
+
+
+def _check_lengths(recipe: Recipe, split: str, rows: Sequence[PromptRow], name: str, config: PreTrainedConfig) -> None:
     """Refuse rows that, once completed, are longer than what a model has positions for."""
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is None:
+    if positions is None or isinstance(rows, CachedRows):
         return
     mixed = split == "train" and recipe.rollout.lmbda < 1
     for number, row in enumerate(rows, start=1):
         own = len(row["completion_ids"] or []) if mixed else 0
-        length = len(row["prompt_ids"]) + max(recipe.rollout.max_new_tokens, own)
+        prompt_ids = row.get("teacher_prompt_ids", row["prompt_ids"]) if name == "teacher" else row["prompt_ids"]
+        length = len(prompt_ids) + max(recipe.rollout.max_new_tokens, own)
         if length > positions:
             raise RecipeError(
-                f"data.{split}: prompt {number} has {len(row['prompt_ids'])} tokens, up to {length} with its "
+                f"data.{split}: prompt {number} has {len(prompt_ids)} tokens, up to {length} with its "
                 f"completion, but the {name} has positions for {positions}; lower data.max_prompt_tokens or "
                 "rollout.max_new_tokens" + (", or shorten the data's completions" if mixed else "")
             )
 
 
-def _transforms(student: PreTrainedModel, teacher: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
-    transforms = [logit_transform(model.config) for model in (student, teacher)]
-    widths = [model.get_output_embeddings().weight.shape[0] for model in (student, teacher)]
-    if widths[0] == widths[1]:
+def _transforms(
+    models: Sequence[PreTrainedModel], widths: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> list[LogitTransform]:
+    """What each model does to its logits; `widths` are those of further vocabularies in play."""
+    transforms = [logit_transform(model.config) for model in models]
+    heads = {model.get_output_embeddings().weight.shape[0] for model in models} | set(widths)
+    if len(heads) == 1:
         return transforms
-    # Heads of one tokenizer that were padded to different widths: only its own tokens are in both softmaxes.
+    # Heads of one tokenizer that were padded to different widths: only its own tokens are in all softmaxes.
     vocab_size = max(tokenizer.get_vocab().values()) + 1
-    if vocab_size > min(widths):
-        raise ValueError(
-            f"the tokenizer has {vocab_size} tokens, student and teacher heads {widths[0]} and {widths[1]}"
-        )
+    if vocab_size > min(heads):
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, the heads {' and '.join(map(str, sorted(heads)))}")
     return [replace(transform, vocab_size=vocab_size) for transform in transforms]
 
 

@@ -45,6 +45,8 @@ def loss_function(spec: Loss) -> LossFunction:
     if spec.estimator is not None:
         names = ("estimator", "policy_gradient", "clip_ratio_low", "clip_ratio_high")
         return partial(sampled_loss, **shared, **{name: getattr(spec, name) for name in names})
+    if spec.targets != "top_k":
+        return partial(topk_loss, **shared)
     names = ("divergence", "tail", "log_prob_min_clamp", "loss_min_clamp")
     options = {name: getattr(spec, name) for name in ("alpha", "beta") if getattr(spec, name) is not None}
     return partial(topk_loss, **shared, **{name: getattr(spec, name) for name in names}, **options)

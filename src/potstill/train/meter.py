@@ -88,7 +88,8 @@ class StepMeter:
             Per kept step, what losses gave as means over the step's tokens: `loss`, `student_mass`, `teacher_mass`,
             `zero_loss_share`, `uniform_teacher_share`. Of the completions: their `mean_length` (tokens),
             `on_policy_share`, and of the `sampled` ones the `truncated_share`. `skipped_steps`; `tokens_per_second`
-            over all ranks; and the seconds of a step's parts on this rank.
+            over all ranks; of each of several teachers `tokens/NAME` and the mean `loss/NAME`; and the seconds of a
+            step's parts on this rank.
         """
         self.end_step()
         if self.device.type != "cpu":
@@ -99,6 +100,10 @@ class StepMeter:
             seconds[part] += _seconds_between(began, ended)
         seconds["student"] = seconds["step"] - sum(seconds[part] for part in PARTS)
         counts = {name: self.totals.pop(name, 0.0) for name in ("completions", "sampled", "truncated", "tokens")}
+        teachers = [name.removeprefix("tokens/") for name in self.totals if name.startswith("tokens/")]
+        for name in teachers:
+            tokens, loss = (self.totals.pop(f"{sum_of}/{name}") for sum_of in ("tokens", "loss_sum"))
+            counts |= {f"tokens/{name}": tokens, f"loss/{name}": loss / max(tokens, 1)}
         kept = self.steps - self.skipped
         means = {name: total / kept for name, total in self.totals.items()} if kept else {"loss": float("nan")}
         means |= {
@@ -109,6 +114,7 @@ class StepMeter:
             "skipped_steps": self.skipped,
             "tokens_per_second": counts["tokens"] / max(seconds["step"], 1e-9),
         }
+        means |= {name: value for name, value in counts.items() if "/" in name}
         self._reset()
         return means | {f"{part}_seconds": seconds[part] / steps for part in PARTS}
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from potstill import DIVERGENCES, TAILS, TeacherTopK
+from potstill import DIVERGENCES, TAILS, SampledTargets, TeacherTopK
 from potstill.core.sampled import ESTIMATORS
 from potstill.train.strict import RecipeError, build, check_known, expect, nearest, parse_yaml, to_yaml
 from potstill.train.verl_names import loss_section
@@ -96,17 +96,28 @@ class Student:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The model to imitate.
+    """What to imitate.
 
     Attributes:
         model: hub id, local folder, GGUF file in either, or `potstill:arithmetic`. `teacher: X` is short for
             `teacher: {model: X}`. With `student.lora` the default, also called `self`, is the student's own base:
-            one model in memory, its adapter switched off while it scores, in the student's dtype.
+            one model in memory, its adapter switched off while it scores, in the student's dtype. With `cache` or
+            `ema` it only names tokenizer and configuration, and by default is `student.model`.
         dtype: of the weights; "auto" is the one they were saved in.
+        cache: a folder that `potstill cache` wrote: samples and the teacher's rows come from there, and no teacher is
+            loaded but to measure held-out prompts.
+        ema: the teacher is a moving average of the student: after each step, ema * average + (1 - ema) * student.
+        prompt_column: a column of the data, text or messages, that the teacher reads in place of the prompt: it may
+            know more than the student, such as the answer.
+        weight: of the loss of its tokens.
     """
 
     model: str
     dtype: DType = "auto"
+    cache: str | None = None
+    ema: float | None = None
+    prompt_column: str | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,8 @@ class Data:
 
     Attributes:
         train: JSONL or parquet file, or folder of a dataset, relative to the recipe; id of a dataset on the hub, as
-            `{path: ..., name: ..., split: ...}` where it needs them; or `potstill:arithmetic`.
+            `{path: ..., name: ..., split: ...}` where it needs them; or `potstill:arithmetic`. With `teacher.cache`
+            it is read for the warm-up alone.
         heldout: the same, for prompts that are never trained on and measured before and after. None: no table.
         train_rows: use the first so many rows. None: the whole file, or 20,000 generated problems.
         heldout_rows: use the first so many rows. None: the whole file, or 512 generated problems.
@@ -142,7 +154,7 @@ class Data:
         long_prompts: "drop" them, since a shortened one is another question; "truncate" them on the left; or "refuse".
     """
 
-    train: str | Source
+    train: str | Source | None = None
     heldout: str | Source | None = None
     train_rows: int | None = None
     heldout_rows: int | None = None
@@ -195,6 +207,8 @@ class Loss:
         divergence: from the teacher's tokens; see potstill.DIVERGENCES.
         tail: what becomes of all other tokens; see potstill.TAILS.
         top_k: tokens of a teacher's row.
+        targets: which tokens those are: the most probable, or weighted draws whose mean is the teacher's whole
+            distribution ("threshold" has the least variance, see potstill.SampledTargets), for forward_kl alone.
         alpha: of the divergence, where it has one.
         beta: of the divergence, where it has one.
         estimator: of the reverse KL, from the sampled token alone; see potstill.sampled_token_loss.
@@ -211,6 +225,7 @@ class Loss:
     divergence: str = "forward_kl"
     tail: str = "bucket"
     top_k: int = 64
+    targets: Literal["top_k", "threshold", "random"] = "top_k"
     alpha: float | None = None
     beta: float | None = None
     estimator: str | None = None
@@ -229,6 +244,8 @@ class Recipe:
     """A checked recipe.
 
     Attributes:
+        teachers: several teachers in place of `teacher`, by the name that rows have in their column `teacher_id`. The
+            first one gives tokenizer and configuration.
         max_skipped_steps: training ends when so many steps in a row were skipped, their loss or gradient not finite.
         name: of the file, and by default of the folder under `runs/`.
         folder: where relative data files are looked for.
@@ -239,6 +256,7 @@ class Recipe:
     student: Student
     teacher: Teacher
     data: Data
+    teachers: dict[str, Teacher] = field(default_factory=dict)
     warmup: Warmup = Warmup()
     rollout: Rollout = Rollout()
     loss: Loss = Loss()
@@ -295,6 +313,7 @@ def dump(recipe: Recipe) -> str:
     sections = asdict(recipe) | {"training": resolved_training(recipe)}
     for name in ("name", "folder", "source", "notes"):  # loading sets them
         del sections[name]
+    del sections["teacher" if recipe.teachers else "teachers"]
     comments = [f"data files are looked for in {recipe.folder.resolve()}", *recipe.notes]
     return "".join(f"# {comment}\n" for comment in comments) + to_yaml(sections)
 
@@ -305,14 +324,7 @@ def _in_our_words(source: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for section in SHORT_FOR_MODEL:
         if isinstance(sections.get(section), str):
             sections[section] = {"model": sections[section]}
-    student, teacher = sections.get("student"), sections.get("teacher") or {}
-    if (
-        isinstance(student, dict)
-        and isinstance(student.get("lora"), dict)
-        and isinstance(teacher, dict)
-        and teacher.get("model") in (None, SELF)
-    ):
-        sections["teacher"] = {**teacher, "model": student.get("model")}
+    _name_teachers(sections)
     if "distillation_loss" not in sections:
         return sections, []
     if "loss" in sections:
@@ -321,6 +333,23 @@ def _in_our_words(source: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     expect(block, dict, "distillation_loss")
     sections["loss"], notes = loss_section(block)
     return sections, notes
+
+
+def _name_teachers(sections: dict[str, Any]) -> None:
+    """Let `teacher` be the first of `teachers`, and its model the student's where it needs none of its own."""
+    if teachers := sections.get("teachers"):
+        if sections.get("teacher") is not None:
+            raise RecipeError("teacher and teachers are one or several of the same; leave one out")
+        expect(teachers, dict, "teachers")
+        teachers = {name: {"model": spec} if isinstance(spec, str) else spec for name, spec in teachers.items()}
+        sections.pop("teacher", None)  # so that a mistake is found where it was made
+        sections |= {"teachers": teachers, "teacher": next(iter(teachers.values()))}
+    student, teacher = sections.get("student"), sections.get("teacher") or {}
+    if not (isinstance(student, dict) and isinstance(teacher, dict)):
+        return
+    own = isinstance(student.get("lora"), dict) or teacher.get("ema") or teacher.get("cache")
+    if own and teacher.get("model") in (None, SELF):
+        sections["teacher"] = {**teacher, "model": student.get("model")}
 
 
 def _apply_override(source: dict[str, Any], override: str) -> None:
@@ -349,6 +378,16 @@ def _check(recipe: Recipe) -> None:
     if student.lora is not None and (student.model is None or student.model.endswith(GGUF)):
         got = student.model or "prune or config"
         raise RecipeError(f"student.lora needs student.model, a hub id or folder to find its base again; got {got}")
+    for where, teacher in recipe.teachers.items():
+        for key in ("cache", "ema"):
+            if getattr(teacher, key) is not None:
+                raise RecipeError(f"teachers.{where}.{key}: only a single `teacher` can have it; leave it out")
+    if recipe.teacher.cache and recipe.teacher.ema:
+        raise RecipeError("teacher.cache and teacher.ema exclude each other: stored rows do not follow the student")
+    if recipe.teacher.ema is not None and student.lora is not None:
+        raise RecipeError("teacher.ema needs a student without adapter; leave out student.lora, or teacher.ema")
+    if data.train is None and (recipe.teacher.cache is None or warmup.steps):
+        raise RecipeError("data.train is missing" + (": warmup.steps learns from its answers" if warmup.steps else ""))
     given = [key for key in ("model", "prune", "config") if getattr(student, key) is not None]
     if len(given) != 1:
         got = " and ".join(given) or "none of them"
@@ -375,9 +414,13 @@ def _check(recipe: Recipe) -> None:
         ("rollout.temperature", rollout.temperature),
         ("rollout.top_p", rollout.top_p),
         ("loss.temperature", recipe.loss.temperature),
+        *((f"teachers.{name}.weight", teacher.weight) for name, teacher in recipe.teachers.items()),
+        ("teacher.weight", recipe.teacher.weight),
     ):
         if not 0 < number < float("inf"):
             raise RecipeError(f"{key} is {number:g}; expected a number above 0")
+    if recipe.teacher.ema is not None and not 0 <= recipe.teacher.ema < 1:
+        raise RecipeError(f"teacher.ema is {recipe.teacher.ema:g}; expected 0 to below 1, such as 0.99")
     if not 0 <= rollout.lmbda <= 1:
         raise RecipeError(f"rollout.lmbda is {rollout.lmbda}; expected a probability, 0 to 1")
     if rollout.top_p > 1:
@@ -410,7 +453,9 @@ def _check_loss(loss: Loss, rollout: Rollout) -> None:
         if value is not None and value not in names:
             raise RecipeError(f"loss.{key} is {value!r}; {nearest(value, list(names))}")
     for keys, condition, used in (
-        (("divergence", "tail", "top_k", "alpha", "beta"), "without estimator", loss.estimator is None),
+        (("divergence", "tail", "top_k", "targets", "alpha", "beta"), "without estimator", loss.estimator is None),
+        (("divergence", "tail", "alpha", "beta"), "with targets: top_k", loss.targets == "top_k"),
+        (("log_prob_min_clamp", "loss_min_clamp"), "with targets: top_k", loss.targets == "top_k"),
         (("log_prob_min_clamp", "loss_min_clamp"), "without estimator", loss.estimator is None),
         (("policy_gradient",), "with estimator", loss.estimator is not None),
         (("clip_ratio_low", "clip_ratio_high"), "with policy_gradient: true", loss.policy_gradient),
@@ -427,7 +472,11 @@ def _check_loss(loss: Loss, rollout: Rollout) -> None:
     # The loss knows what else it accepts: it is asked with one row over a vocabulary of a few tokens.
     token_ids = torch.arange(min(loss.top_k, PROBE_TOP_K) if loss.estimator is None else 1).unsqueeze(0)
     logits = torch.zeros(token_ids.shape)
-    teacher = TeacherTopK(token_ids, logits.log_softmax(-1), temperature=loss.temperature)
+    teacher: TeacherTopK | SampledTargets = TeacherTopK(
+        token_ids, logits.log_softmax(-1), temperature=loss.temperature
+    )
+    if loss.targets != "top_k":
+        teacher = SampledTargets(token_ids, logits.softmax(-1), loss.temperature)
     try:
         loss_function(loss)(logits, {"teacher": teacher, "target_ids": token_ids[:, 0]})
     except ValueError as error:

@@ -12,9 +12,10 @@ from potstill.rollouts.transformers import stop_token_ids
 from potstill.teachers.one_hot import one_hot_teacher
 from potstill.train.card import comparison, model_card
 from potstill.train.checkpoints import checkpoints_in, newest_checkpoint
-from potstill.train.load import build_trainer, naming, training_arguments
+from potstill.train.load import build_trainer, naming, read_prompts, training_arguments
 from potstill.train.progress import METRICS_FILE, show
 from potstill.train.recipe import Recipe
+from potstill.train.replay import CachedRows
 from potstill.train.strict import RecipeError
 from potstill.train.trainer import DistillationTrainer
 
@@ -115,8 +116,14 @@ def warm_up(recipe: Recipe, trainer: DistillationTrainer) -> None:
     eos = tokenizer.eos_token_id
     eos = stop_token_ids(trainer.student.model, tokenizer)[0] if eos is None else eos
     rows: Any = trainer.train_dataset
+    if isinstance(rows, CachedRows):
+        rows = read_prompts(recipe, "train", tokenizer, trainer.args.seed)
     answers: Any = [
-        {**row, "completion_ids": [*tokenizer(row["answer"], add_special_tokens=False).input_ids, eos]}
+        {
+            "prompt_ids": row["prompt_ids"],
+            "answer": row["answer"],
+            "completion_ids": [*tokenizer(row["answer"], add_special_tokens=False).input_ids, eos],
+        }
         for row in rows
         if row["answer"] is not None
     ]

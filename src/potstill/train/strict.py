@@ -56,6 +56,9 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", **extra: Any) 
         if value is None:
             continue
         options = (hints[key], *typing.get_args(hints[key]))
+        if typing.get_origin(hints[key]) is dict and is_dataclass(options[-1]):
+            arguments[key] = _build_each(options[-1], value, f"{prefix}{key}.")
+            continue
         nested = next((part for part in options if is_dataclass(part)), None)
         if str in options and not isinstance(value, dict):  # a text that is short for the mapping
             nested = None
@@ -69,6 +72,15 @@ def build(cls: type[T], values: dict[str, Any], prefix: str = "", **extra: Any) 
         if spec.name in hints and spec.name not in arguments and spec.default is spec.default_factory is MISSING:
             raise RecipeError(f"{prefix}{spec.name} is missing")
     return cls(**arguments, **extra)
+
+
+def _build_each(cls: Any, values: Any, prefix: str) -> dict[str, Any]:
+    """A mapping of names to dataclasses."""
+    expect(values, dict, prefix.rstrip("."))
+    for name, value in values.items():
+        expect(name, str, f"a name under {prefix.rstrip('.')}")
+        expect(value, dict, prefix + name)
+    return {name: build(cls, value, f"{prefix}{name}.") for name, value in values.items()}
 
 
 def check_known(key: Any, known: Collection[str], prefix: str) -> None:

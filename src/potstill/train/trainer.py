@@ -35,14 +35,17 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 
 from potstill import DistillationOutput, LinearLogits, LogitTransform, SampledTargets, TeacherTopK, global_num_tokens
 from potstill.rollouts.dataset import PromptRow
 from potstill.rollouts.transformers import TransformersRollouts, count_truncated, stop_token_ids
-from potstill.teachers.local import LocalTeacher, ScoredModel, model_inputs, scored_part
-from potstill.train.batch import Batch, batch_for
+from potstill.teachers.local import LocalTeacher, MovingAverage, ScoredModel, model_inputs, scored_part
+from potstill.teachers.routing import RoutedTeacher
+from potstill.train.batch import Batch, as_teacher_reads, batch_for
 from potstill.train.checkpoints import StopRequest
 from potstill.train.families import logit_transform
 from potstill.train.heldout import HeldoutSums, measure
@@ -50,6 +53,7 @@ from potstill.train.losses import LossFunction, topk_loss
 from potstill.train.meter import StepMeter
 from potstill.train.progress import ProgressLine, show
 from potstill.train.recipe import REFUSED_TRAINING
+from potstill.train.replay import CachedRows
 from potstill.train.watch import UNIFORM_SPREAD, Watch, eos_mismatch, random_teacher
 
 Scores = TeacherTopK | SampledTargets | Tensor | LinearLogits
@@ -84,6 +88,7 @@ class DistillationTrainer(Trainer):
         train_dataset: prompts as token ids (see `potstill.rollouts.dataset.tokenize`).
         processing_class: the tokenizer; names padding and EOS.
         eval_dataset: held-out prompts for `evaluate`.
+        eval_teacher: whom it compares with, where `teacher` is not in this process.
         loss: see `potstill.train.losses`, such as partial(topk_loss, divergence="reverse_kl").
         transform: the student's logit scale and softcap; None: from the table of model families.
         answer_regex: group 1 of its last match is the answer that `evaluate` compares. None: the whole text.
@@ -110,6 +115,7 @@ class DistillationTrainer(Trainer):
         train_dataset: Sequence[PromptRow],
         processing_class: PreTrainedTokenizerBase,
         eval_dataset: Sequence[PromptRow] | None = None,
+        eval_teacher: LocalTeacher | RoutedTeacher[LocalTeacher] | None = None,
         loss: LossFunction = topk_loss,
         transform: LogitTransform | None = None,
         answer_regex: str | None = None,
@@ -128,11 +134,12 @@ class DistillationTrainer(Trainer):
             )
         if not 0 <= lmbda <= 1:
             raise ValueError(f"lmbda is {lmbda}; expected a probability, 0 to 1")
-        if lmbda < 1:
+        if lmbda < 1 and not isinstance(train_dataset, CachedRows):
             _check_completions(train_dataset, lmbda)
         self.tokenizer = processing_class
         self.student = ScoredModel(model, logit_transform(model.config) if transform is None else transform)
         self.teacher = teacher
+        self.eval_teacher: Any = teacher if eval_teacher is None else eval_teacher
         self.rollouts = rollouts
         self.loss = loss
         self.answer_regex = answer_regex
@@ -151,7 +158,7 @@ class DistillationTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[ProgressLine(phase), self.watch, *(callbacks or [])],
+            callbacks=[ProgressLine(phase), self.watch, _Average(teacher), *(callbacks or [])],
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
@@ -189,7 +196,7 @@ class DistillationTrainer(Trainer):
                 completions = iter(self._complete(rows))
             with self.meter.timed("teacher"):
                 scored = [self._batch(rows, list(islice(completions, len(rows)))) for rows in micro_batches]
-                asked = [self.teacher(batch) for batch in scored]
+                asked = [self.teacher(as_teacher_reads(batch)) for batch in scored]
                 batches: list[dict[str, Any]] = [
                     {**batch, "teacher": self._checked(scores)} for batch, scores in zip(scored, asked, strict=True)
                 ]
@@ -251,7 +258,7 @@ class DistillationTrainer(Trainer):
                     num_tokens=num_items_in_batch,
                     transform=self.student.transform,
                 )
-            self.meter.add(**self._figures(output, inputs["teacher"], num_items_in_batch))
+            self.meter.add(**self._figures(output, inputs, num_items_in_batch))
             return output.loss
 
         with self.student.head.scoring(score):
@@ -261,18 +268,27 @@ class DistillationTrainer(Trainer):
 
     @torch.no_grad()
     def _figures(
-        self, output: DistillationOutput, teacher: object, num_tokens: Tensor | int | None
+        self, output: DistillationOutput, batch: dict[str, Any], num_tokens: Tensor | int | None
     ) -> dict[str, Tensor]:
-        """A micro-batch's share of the step's loss and means over tokens."""
+        """A micro-batch's share of the step's loss and means over tokens, and each teacher's tokens and loss."""
         names = ("student_mass", "teacher_mass", "abs_loss")  # those that the loss has
         figures = {"loss": output.loss.detach()}
         figures |= {name: output.metrics[name] for name in names if name in output.metrics}
         num_tokens = len(output.per_token) if num_tokens is None else num_tokens
         num_tokens = torch.as_tensor(num_tokens, device=self.args.device).clamp(min=1)
         figures["zero_loss_share"] = (output.per_token == 0).sum() / num_tokens
+        teacher = batch["teacher"]
         if isinstance(teacher, TeacherTopK) and teacher.log_probs.shape[-1] > 1:
             low, high = teacher.log_probs.aminmax(dim=-1)
             figures["uniform_teacher_share"] = (high - low < UNIFORM_SPREAD).sum() / num_tokens
+        if isinstance(self.teacher, RoutedTeacher):
+            numbers = {name: number for number, name in enumerate(self.teacher.teachers)}
+            lengths = zip(batch["rows"], batch["completions"], strict=True)
+            owners = [numbers[row["teacher_id"]] for row, completion in lengths for _ in completion]
+            owner = torch.tensor(owners, device=output.per_token.device)
+            for name, number in numbers.items():
+                figures[f"tokens/{name}"] = (owner == number).sum()
+                figures[f"loss_sum/{name}"] = output.per_token.where(owner == number, 0.0).sum()
         return figures
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -334,17 +350,24 @@ class DistillationTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, after the checks of the teacher that need a forward; see there for the arguments."""
-        if isinstance(self.teacher, LocalTeacher):
-            self.watch.warn("eos", eos_mismatch(self.student.model, self.teacher.model, self.tokenizer))
-            rows: Any = self.train_dataset
-            self.watch.warn("random teacher", random_teacher(self.teacher, rows, self.tokenizer))
+        for teacher, rows in _each_local(self.teacher, self.train_dataset):
+            self.watch.warn("eos", eos_mismatch(self.student.model, teacher.model, self.tokenizer))
+            self.watch.warn("random teacher", random_teacher(teacher, rows, self.tokenizer))
         return super().train(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if isinstance(self.teacher, MovingAverage):
+            self.teacher.load(Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.meter.end_step()  # writing it is no part of a step
         if self.args.should_save:  # while it is written over one of the same step, it must not look whole
-            old = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
-            (old / "trainer_state.json").unlink(missing_ok=True)
+            folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+            (folder / "trainer_state.json").unlink(missing_ok=True)
+            if isinstance(self.teacher, MovingAverage):
+                folder.mkdir(parents=True, exist_ok=True)
+                self.teacher.save(folder)
         super()._save_checkpoint(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -381,25 +404,50 @@ class DistillationTrainer(Trainer):
         rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if not rows:
             raise ValueError("evaluate needs held-out rows: pass eval_dataset")
-        if not (isinstance(self.teacher, LocalTeacher) and isinstance(self.rollouts, TransformersRollouts)):
+        parts = _each_local(self.eval_teacher, rows)
+        if not (parts and isinstance(self.rollouts, TransformersRollouts)):
             raise ValueError("evaluate needs a LocalTeacher, for the whole vocabulary, and TransformersRollouts")
         self.meter.end_step()
         with self.accelerator.autocast():
-            sums = measure(
-                self.student,
-                self.teacher,
-                list(rows)[self.args.process_index :: self.args.world_size],
-                self.rollouts,
-                batch_size=self.args.per_device_eval_batch_size,
-                seed=self._seed("heldout"),
-                answer_regex=self.answer_regex,
-            )
+            each = [
+                measure(
+                    self.student,
+                    teacher,
+                    part[self.args.process_index :: self.args.world_size],
+                    self.rollouts,
+                    batch_size=self.args.per_device_eval_batch_size,
+                    seed=self._seed("heldout"),
+                    answer_regex=self.answer_regex,
+                )
+                for teacher, part in parts
+            ]
+        sums = [sum(values) for values in zip(*each, strict=True)]
         total = self.accelerator.reduce(torch.tensor(sums, device=self.args.device), "sum")
         means = HeldoutSums(*total.tolist()).means()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
         self.log(dict(metrics))  # log adds the epoch
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+class _Average(TrainerCallback):
+    """Lets a teacher that is an average of the student follow it."""
+
+    def __init__(self, teacher: Any):
+        self.teacher = teacher
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if isinstance(self.teacher, MovingAverage):
+            self.teacher.update(model)
+
+
+def _each_local(teacher: Any, rows: Any) -> list[tuple[LocalTeacher, list[Any]]]:
+    """The teachers that are models of this process, each with its rows."""
+    if isinstance(teacher, RoutedTeacher):
+        return [(own, part) for own, part in teacher.by_teacher(rows) if isinstance(own, LocalTeacher)]
+    return [(teacher, list(rows))] if isinstance(teacher, LocalTeacher) else []
 
 
 def _plain(teacher: Any) -> Any:
