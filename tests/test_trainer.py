@@ -206,7 +206,7 @@ def test_evaluate_measures_what_it_says(tmp_path):
     trainer = make_trainer(tmp_path, eval_dataset=ROWS, answer_regex=r"a (\d)", per_device_eval_batch_size=8)
     metrics = trainer.evaluate()
     student, teacher = trainer.student.model, trainer.teacher.model
-    completions = trainer.rollouts(student, ROWS, seed=trainer._seed("heldout"))
+    completions = trainer.rollouts(student, ROWS, seed=trainer.seed_of("heldout"))
     batch = trainer._batch(ROWS, completions)
     q, p = (
         model(batch["input_ids"], batch["attention_mask"]).logits[batch["score_mask"]].log_softmax(-1)

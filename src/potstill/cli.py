@@ -20,17 +20,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="carry out a recipe",
         description="Distil as a recipe says. Writes the model, its card and metrics.jsonl to training.output_dir.",
     )
-    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or potstill:arithmetic for the packaged one")
-    train.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, e.g. training.max_steps=5"
-    )
     train.add_argument(
         "--resume", action="store_true", help="go on from the newest whole checkpoint in the output folder"
     )
-    train.add_argument(
-        "--dump-config", action="store_true", help="print the recipe with its defaults filled in, and stop"
+    cache = commands.add_parser(
+        "cache",
+        help="store what a recipe's teacher says",
+        description="Let a recipe's teacher score completions of its prompts, and write what it says to cache.folder. "
+        "`potstill train RECIPE teacher.cache=FOLDER` learns from it.",
     )
-    train.set_defaults(run=_train)
+    cache.add_argument("--resume", action="store_true", help="go on with what the folder has")
+    for command, carry_out in ((train, _train), (cache, _cache)):
+        command.add_argument(
+            "recipe", metavar="RECIPE", help="a YAML file, or potstill:arithmetic for the packaged one"
+        )
+        command.add_argument(
+            "overrides", metavar="key=value", nargs="*", help="change a key of the recipe, e.g. training.max_steps=5"
+        )
+        command.add_argument(
+            "--dump-config", action="store_true", help="print the recipe with its defaults filled in, and stop"
+        )
+        command.set_defaults(run=carry_out)
     plan = commands.add_parser(
         "plan",
         help="predict the memory of the loss",
@@ -51,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.set_defaults(run=_bench)
     # argparse takes no positionals after an option that followed some: overrides may stand on both sides of it.
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (arguments.run is not _train or any(argument.startswith("-") for argument in rest)):
+    if rest and (not hasattr(arguments, "overrides") or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.overrides = [*getattr(arguments, "overrides", []), *rest]
     try:
@@ -62,13 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    return _carry_out(arguments, "potstill.train.run", "run")
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    return _carry_out(arguments, "potstill.train.capture", "capture")
+
+
+def _carry_out(arguments: argparse.Namespace, module: str, function: str) -> int:
+    """Let a function of a module do what it does with a recipe."""
     try:
         from transformers.utils import logging
 
-        from potstill.train import RecipeError, load_recipe, run
+        from potstill.train import RecipeError, load_recipe
         from potstill.train.recipe import dump
+
+        carry_out = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
-        return _refuse(f"{error.name} is not installed; `potstill train` needs: pip install 'potstill[train]'")
+        return _refuse(f"{error.name} is not installed; recipes need: pip install 'potstill[train]'")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -76,7 +97,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if arguments.dump_config:
             print(dump(recipe), end="")
         else:
-            run(recipe, resume=arguments.resume)
+            carry_out(recipe, resume=arguments.resume)
     except RecipeError as error:
         return _refuse(str(error))
     except FloatingPointError as error:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from potstill import SampledTargets, TeacherTopK
+from potstill.folders import sync_folder
 
 FORMAT = 1
 LARGEST_VOCAB = 1 << 20
@@ -48,6 +49,7 @@ class PayloadInfo:
         chosen: how the ids were chosen: "top_k", "given", or a method of SampledTargets.from_logits.
         bits: 16 or 8 per log-probability: float16 below the row's highest, or a code of 255 steps. Sampled targets
             have float32 weights instead.
+        eos_token_ids: tokens that end a completion, where they are known.
     """
 
     vocab_size: int
@@ -58,8 +60,12 @@ class PayloadInfo:
     temperature: float = 1.0
     chosen: str = "top_k"
     bits: int = 16
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "eos_token_ids", tuple(self.eos_token_ids))  # JSON has lists
+        if any(type(x) is not int for x in (self.vocab_size, self.top_k, self.bits, *self.eos_token_ids)):
+            raise PayloadError(f"vocab_size, top_k, bits and eos_token_ids are whole numbers; got {self}")
         if not 1 <= self.vocab_size <= LARGEST_VOCAB:
             raise PayloadError(f"vocab_size is {self.vocab_size}; expected 1 to {LARGEST_VOCAB:,}")
         if not 1 <= self.top_k <= self.vocab_size:
@@ -145,6 +151,7 @@ def write_payload(path: Path, samples: Sequence[Sample], info: PayloadInfo) -> s
         digest = _sha256(file)
         os.fsync(file.fileno())
     partial.replace(path)
+    sync_folder(path.parent)
     return digest
 
 
@@ -155,7 +162,7 @@ def read_info(path: Path) -> PayloadInfo:
         PayloadError: it is no payload, or of another format.
         OSError: it cannot be opened.
     """
-    return _opened(path)[1]
+    return open_payload(path)[1]
 
 
 def read_payload(path: Path, sha256: str | None = None) -> Iterator[Sample]:
@@ -170,17 +177,27 @@ def read_payload(path: Path, sha256: str | None = None) -> Iterator[Sample]:
         OSError: it cannot be opened.
     """
     if sha256 is not None:
-        with path.open("rb") as file:
-            found = _sha256(file)
-        if found != sha256:
-            raise PayloadError(f"{path} is not the file that was written: its SHA-256 is {found}, expected {sha256}")
-    file, info = _opened(path)
+        check_sha256(path, sha256)
+    file, info = open_payload(path)
     for group in range(file.num_row_groups):
         try:
             table = file.read_row_group(group)
         except (pa.ArrowException, OSError) as error:
             raise PayloadError(f"{path} is damaged in row group {group}: {error}") from None
-        yield from _samples(path, table, info)
+        yield from samples_of(path, table, info)
+
+
+def check_sha256(path: Path, sha256: str) -> None:
+    """Compare a file with the checksum that writing it gave.
+
+    Raises:
+        PayloadError: it has another one.
+        OSError: it cannot be opened.
+    """
+    with path.open("rb") as file:
+        found = _sha256(file)
+    if found != sha256:
+        raise PayloadError(f"{path} is not the file that was written: its SHA-256 is {found}, expected {sha256}")
 
 
 def _sha256(file: BinaryIO) -> str:
@@ -277,7 +294,13 @@ def _checked(sample: Sample, info: PayloadInfo) -> tuple[Tensor, Tensor, Tensor]
     return ids[:, : info.top_k], values[:, : info.top_k], rest
 
 
-def _opened(path: Path) -> tuple[pq.ParquetFile, PayloadInfo]:
+def open_payload(path: Path) -> tuple[pq.ParquetFile, PayloadInfo]:
+    """A file whose columns are a payload's, and what it says of its samples; reads the footer alone.
+
+    Raises:
+        PayloadError: it is no payload, or of another format.
+        OSError: it cannot be opened.
+    """
     path.open("rb").close()  # what follows raises OSError for broken content, too
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -308,7 +331,12 @@ def _opened(path: Path) -> tuple[pq.ParquetFile, PayloadInfo]:
     return file, info
 
 
-def _samples(path: Path, table: pa.Table, info: PayloadInfo) -> Iterator[Sample]:
+def samples_of(path: Path, table: pa.Table, info: PayloadInfo) -> Iterator[Sample]:
+    """Yield the samples of a payload's table, each checked.
+
+    Raises:
+        PayloadError: one that cannot be, with its place in `path`.
+    """
     table = table.combine_chunks()
     for index in range(table.num_rows):
         line = {name: table.column(name)[index] for name in table.column_names}

@@ -240,6 +240,23 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """What `potstill cache` writes.
+
+    Attributes:
+        folder: of the cache. None: `caches/` and the recipe's name.
+        samples_per_prompt: completions of each prompt.
+        bits: 16 or 8, of each log-probability.
+        rows_per_shard: tokens in a file, about; what a kill may cost.
+    """
+
+    folder: str | None = None
+    samples_per_prompt: int = 1
+    bits: int = 16
+    rows_per_shard: int = 65536
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A checked recipe.
 
@@ -260,6 +277,7 @@ class Recipe:
     warmup: Warmup = Warmup()
     rollout: Rollout = Rollout()
     loss: Loss = Loss()
+    cache: Cache = Cache()
     training: dict[str, Any] = field(default_factory=dict)
     max_skipped_steps: int = 3
     name: str = "run"
@@ -406,6 +424,8 @@ def _check(recipe: Recipe) -> None:
         ("max_skipped_steps", recipe.max_skipped_steps, 1),
         ("loss.top_k", recipe.loss.top_k, 1),
         ("loss.chunk_size", recipe.loss.chunk_size, 1),
+        ("cache.samples_per_prompt", recipe.cache.samples_per_prompt, 1),
+        ("cache.rows_per_shard", recipe.cache.rows_per_shard, 1),
     ):
         if value is not None and value < least:
             raise RecipeError(f"{key} is {value}; expected {least} or more")
@@ -421,6 +441,8 @@ def _check(recipe: Recipe) -> None:
             raise RecipeError(f"{key} is {number:g}; expected a number above 0")
     if recipe.teacher.ema is not None and not 0 <= recipe.teacher.ema < 1:
         raise RecipeError(f"teacher.ema is {recipe.teacher.ema:g}; expected 0 to below 1, such as 0.99")
+    if recipe.cache.bits not in (8, 16):
+        raise RecipeError(f"cache.bits is {recipe.cache.bits}; expected 16 or 8")
     if not 0 <= rollout.lmbda <= 1:
         raise RecipeError(f"rollout.lmbda is {rollout.lmbda}; expected a probability, 0 to 1")
     if rollout.top_p > 1:

@@ -53,7 +53,7 @@ from potstill.train.losses import LossFunction, topk_loss
 from potstill.train.meter import StepMeter
 from potstill.train.progress import ProgressLine, show
 from potstill.train.recipe import REFUSED_TRAINING
-from potstill.train.replay import CachedRows
+from potstill.train.replay import CachedRow, CachedRows
 from potstill.train.watch import UNIFORM_SPREAD, Watch, eos_mismatch, random_teacher
 
 Scores = TeacherTopK | SampledTargets | Tensor | LinearLogits
@@ -174,10 +174,10 @@ class DistillationTrainer(Trainer):
         return self.accelerator.num_processes // self.get_tp_size()
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns: Any = list(PromptRow.__annotations__)
+        self._signature_columns: Any = list(CachedRow.__annotations__)
 
-    def _seed(self, purpose: str) -> int:
-        # Of the step and the rank alone: a resumed run draws the same samples, and no two ranks do.
+    def seed_of(self, purpose: str) -> int:
+        """A seed of the run, the rank and a purpose alone: a resumed run draws the same, and no two ranks do."""
         return random.Random(f"{self.args.seed} {purpose} {self.args.process_index}").getrandbits(63)
 
     def get_batch_samples(
@@ -188,23 +188,37 @@ class DistillationTrainer(Trainer):
             return [], None  # Trainer takes a step too many when it resumes from the last one
         self.meter.begin_step()
         micro_batches = list(islice(epoch_iterator, num_batches))
-        rows = [row for micro_batch in micro_batches for row in micro_batch]
-        if not rows:
+        if not micro_batches:
             return [], None
-        with self.accelerator.autocast():
-            with self.meter.timed("rollout"):
-                completions = iter(self._complete(rows))
-            with self.meter.timed("teacher"):
-                scored = [self._batch(rows, list(islice(completions, len(rows)))) for rows in micro_batches]
-                asked = [self.teacher(as_teacher_reads(batch)) for batch in scored]
-                batches: list[dict[str, Any]] = [
-                    {**batch, "teacher": self._checked(scores)} for batch, scores in zip(scored, asked, strict=True)
-                ]
+        batches = self.complete_and_score(micro_batches, self.state.global_step)
         self.micro_batches = batches
         own_tokens = sum(len(batch["scored_rows"]) for batch in batches)
         self.meter.add(tokens=own_tokens)
         num_tokens = global_num_tokens(batch["score_mask"] for batch in batches)
         return batches, num_tokens // self.get_tp_size()
+
+    def complete_and_score(self, micro_batches: Sequence[Sequence[PromptRow]], step: int) -> list[dict[str, Any]]:
+        """The rows of an optimiser step, each completed and its completion scored.
+
+        Args:
+            micro_batches: rows, of which all are completed at once.
+            step: draws the samples: the same step draws the same ones.
+
+        Returns:
+            Per micro-batch a Batch that has besides, under "teacher", what its scored tokens are held to.
+
+        Raises:
+            FloatingPointError: the teacher says what no teacher can.
+        """
+        with self.accelerator.autocast():
+            with self.meter.timed("rollout"):
+                completions = iter(self._complete([row for rows in micro_batches for row in rows], step))
+            with self.meter.timed("teacher"):
+                scored = [self._batch(rows, list(islice(completions, len(rows)))) for rows in micro_batches]
+                asked = [self.teacher(as_teacher_reads(batch)) for batch in scored]
+                return [
+                    {**batch, "teacher": self._checked(scores)} for batch, scores in zip(scored, asked, strict=True)
+                ]
 
     def _checked(self, scores: Scores | Future[Scores]) -> Scores:
         if isinstance(scores, Future):
@@ -219,14 +233,14 @@ class DistillationTrainer(Trainer):
                 f"step {self.state.global_step + 1}: the teacher cannot be right: {error}"
             ) from None
 
-    def _complete(self, rows: Sequence[PromptRow]) -> list[list[int]]:
+    def _complete(self, rows: Sequence[PromptRow], step: int) -> list[list[int]]:
         """The student's completion of each row, or with probability 1 - lmbda its own."""
-        coin = random.Random(self._seed(f"coin {self.state.global_step}"))
+        coin = random.Random(self.seed_of(f"coin {step}"))
         on_policy = [coin.random() < self.lmbda for _ in rows]
         prompts = [row for row, sampled in zip(rows, on_policy, strict=True) if sampled]
         samples: list[list[int]] = []
         if prompts:
-            samples = self.rollouts(self.student.model, prompts, seed=self._seed(f"step {self.state.global_step}"))
+            samples = self.rollouts(self.student.model, prompts, seed=self.seed_of(f"step {step}"))
         truncated = count_truncated(samples, stop_token_ids(self.student.model, self.tokenizer))
         self.meter.add(completions=len(rows), sampled=len(samples), truncated=truncated)
         rest = iter(samples)
@@ -416,7 +430,7 @@ class DistillationTrainer(Trainer):
                     part[self.args.process_index :: self.args.world_size],
                     self.rollouts,
                     batch_size=self.args.per_device_eval_batch_size,
-                    seed=self._seed("heldout"),
+                    seed=self.seed_of("heldout"),
                     answer_regex=self.answer_regex,
                 )
                 for teacher, part in parts
