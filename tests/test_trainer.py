@@ -333,7 +333,7 @@ def test_lmbda_is_the_share_of_rows_that_the_student_completes(tmp_path, lmbda):
     trainer = make_trainer(tmp_path, rollouts=rollouts, train_dataset=OWN, lmbda=lmbda, max_steps=25, logging_steps=25)
     steps = []
     complete = trainer._complete
-    trainer._complete = lambda rows: steps.append((rows, complete(rows))) or steps[-1][1]
+    trainer._complete = lambda rows, step: steps.append((rows, complete(rows, step))) or steps[-1][1]
     trainer.train()
     rows = [(row, text) for rows, texts in steps for row, text in zip(rows, texts, strict=True)]
     own = [text == row["completion_ids"] for row, text in rows]
