@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    return _carry_out(arguments, "potstill.train.run", "run")
+    return _carry_out(arguments, "potstill.train", "run")
 
 
 def _cache(arguments: argparse.Namespace) -> int:
