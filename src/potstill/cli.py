@@ -41,6 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--dump-config", action="store_true", help="print the recipe with its defaults filled in, and stop"
         )
         command.set_defaults(run=carry_out)
+    inspect = commands.add_parser(
+        "inspect",
+        help="look at a teacher's rows",
+        description="What a cache, a payload file or a skipped step holds, and what is wrong with it. Exit code 0: "
+        "nothing looks wrong; 1: something does; 2: it cannot be read.",
+    )
+    inspect.add_argument("path", metavar="PATH", help="a cache's folder, a .parquet file, or a skipped-step-*.pt")
+    inspect.add_argument(
+        "--tokenizer", metavar="MODEL", help="that the rows should be about, and that decodes (default: the teacher's)"
+    )
+    inspect.add_argument("--sample", metavar="N", type=int, default=0, help="the number of the sample to show")
+    inspect.set_defaults(run=_inspect)
     plan = commands.add_parser(
         "plan",
         help="predict the memory of the loss",
@@ -104,6 +116,20 @@ def _carry_out(arguments: argparse.Namespace, module: str, function: str) -> int
         _refuse(str(error))
         return 1
     return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    try:
+        from potstill.inspector import inspect
+        from potstill.teachers.payload import PayloadError
+    except ModuleNotFoundError as error:
+        return _refuse(f"{error.name} is not installed; `potstill inspect` needs: pip install 'potstill[train]'")
+    try:
+        report = inspect(arguments.path, tokenizer=arguments.tokenizer, number=arguments.sample)
+    except (PayloadError, OSError) as error:
+        return _refuse(str(error))
+    print("\n".join(report.lines))
+    return 1 if report.findings else 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:

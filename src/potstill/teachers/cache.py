@@ -193,7 +193,14 @@ class CachedSamples(Sequence[Sample]):
         self.about, shards = read_index(self.folder)
         if not shards:
             raise PayloadError(f"{self.folder} is an empty cache; fill it with `potstill cache RECIPE --resume`")
-        self.info = opened_shards(self.folder, shards)
+        self.info, *others = [check_shard(self.folder, shard) for shard in shards]
+        for shard, info in zip(shards[1:], others, strict=True):
+            for key, value in asdict(info).items():
+                if value != (first := asdict(self.info)[key]):
+                    raise PayloadError(
+                        f"{self.folder / shard.file} has {key} {value!r}, the first shard {first!r}: they are of two "
+                        "captures"
+                    )
         quiet = datasets.utils.logging.is_progress_bar_enabled()
         datasets.disable_progress_bars()
         try:
@@ -212,25 +219,18 @@ class CachedSamples(Sequence[Sample]):
         return sample
 
 
-def opened_shards(folder: Path, shards: Sequence[Shard]) -> PayloadInfo:
-    """What all shards say of their samples, once each was found whole.
+def check_shard(folder: Path, shard: Shard) -> PayloadInfo:
+    """What a shard says of its samples, once it was found whole.
 
     Raises:
-        PayloadError: a shard is missing, was changed, or differs from the first in what it says.
-        OSError: one cannot be opened.
+        PayloadError: it is missing, was changed, or is no payload.
+        OSError: it cannot be opened.
     """
-    infos: list[PayloadInfo] = []
-    for shard in shards:
-        path = folder / shard.file
-        if not path.is_file():
-            raise PayloadError(f"{folder} lacks {shard.file}, which its {INDEX} has: copy it from where it was made")
-        check_sha256(path, shard.sha256)
-        file, info = open_payload(path)
-        if file.metadata.num_rows != shard.samples:
-            raise PayloadError(f"{path} has {file.metadata.num_rows} samples; {INDEX} says {shard.samples}")
-        if infos and info != infos[0]:
-            key = next(key for key, value in asdict(info).items() if value != asdict(infos[0])[key])
-            ours, first = asdict(info)[key], asdict(infos[0])[key]
-            raise PayloadError(f"{path} has {key} {ours!r}, the first shard {first!r}: they are of two captures")
-        infos.append(info)
-    return infos[0]
+    path = folder / shard.file
+    if not path.is_file():
+        raise PayloadError(f"{folder} lacks {shard.file}, which its {INDEX} has: copy it from where it was made")
+    check_sha256(path, shard.sha256)
+    file, info = open_payload(path)
+    if file.metadata.num_rows != shard.samples:
+        raise PayloadError(f"{path} has {file.metadata.num_rows} samples; {INDEX} says {shard.samples}")
+    return info

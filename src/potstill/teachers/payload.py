@@ -165,12 +165,13 @@ def read_info(path: Path) -> PayloadInfo:
     return open_payload(path)[1]
 
 
-def read_payload(path: Path, sha256: str | None = None) -> Iterator[Sample]:
+def read_payload(path: Path, sha256: str | None = None, *, validate: bool = True) -> Iterator[Sample]:
     """Yield the samples of a file, one row group in memory at a time.
 
     Args:
         path: of the parquet file.
         sha256: what the file must have, checked before anything is decoded.
+        validate: refuse rows that no teacher can have said.
 
     Raises:
         PayloadError: the file is no payload, damaged or cut off, has another checksum, or holds rows that cannot be.
@@ -184,7 +185,7 @@ def read_payload(path: Path, sha256: str | None = None) -> Iterator[Sample]:
             table = file.read_row_group(group)
         except (pa.ArrowException, OSError) as error:
             raise PayloadError(f"{path} is damaged in row group {group}: {error}") from None
-        yield from samples_of(path, table, info)
+        yield from samples_of(path, table, info, validate)
 
 
 def check_sha256(path: Path, sha256: str) -> None:
@@ -331,7 +332,7 @@ def open_payload(path: Path) -> tuple[pq.ParquetFile, PayloadInfo]:
     return file, info
 
 
-def samples_of(path: Path, table: pa.Table, info: PayloadInfo) -> Iterator[Sample]:
+def samples_of(path: Path, table: pa.Table, info: PayloadInfo, validate: bool = True) -> Iterator[Sample]:
     """Yield the samples of a payload's table, each checked.
 
     Raises:
@@ -344,7 +345,8 @@ def samples_of(path: Path, table: pa.Table, info: PayloadInfo) -> Iterator[Sampl
             raise PayloadError(f"{path}, sample {index}: a column is null")
         sample_id = line["sample_id"].as_py()
         try:
-            yield _sample(sample_id, line, info)
+            sample = _sample(sample_id, line, info)
+            yield sample._replace(rows=sample.rows.validate(info.vocab_size)) if validate else sample
         except (ValueError, pa.ArrowException) as error:
             raise PayloadError(f"{path}, sample {sample_id!r}: {error}") from None
 
@@ -391,4 +393,4 @@ def _sample(sample_id: str, line: Mapping[str, Any], info: PayloadInfo) -> Sampl
     for name, tokens in (("prompt_ids", prompt_ids), ("completion_ids", completion_ids)):
         if any(not 0 <= token < info.vocab_size for token in tokens):
             raise PayloadError(f"{name} has a token outside 0 to {info.vocab_size - 1}")
-    return Sample(sample_id, prompt_ids, completion_ids, rows.validate(info.vocab_size))
+    return Sample(sample_id, prompt_ids, completion_ids, rows)
